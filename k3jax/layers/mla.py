@@ -1,0 +1,99 @@
+"""Gated multi-head latent attention without positional encoding.
+
+B batch, T local tokens, S tokens of all context shards, D model, H heads, L latent, N key dims per head, P key dims that
+all heads share, V value dim. K3 report section 2.2; DeepSeek-V2 for the latent form.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from k3jax.configs import ModelConfig
+from k3jax.layers.common import Draw, RMSNorm, Tokens, at_least_fp32, param
+from k3jax.ops.attention import attention
+
+
+class MLA(nnx.Module):
+    """Keys and values are expanded from a latent per token; the latent is what context parallelism gathers."""
+
+    def __init__(self, config: ModelConfig, *, draw: Draw):
+        c, std = config, config.init_range
+        D, H, L, N, P, V = c.hidden_size, c.num_heads, c.kv_lora_rank, c.qk_nope_dim, c.qk_rope_dim, c.v_head_dim
+        self.config = config
+        if c.q_lora_rank is None:
+            self.q_proj = param(draw.normal(std, H, D, N + P))
+        else:
+            self.q_down = param(draw.normal(std, D, c.q_lora_rank))
+            self.q_norm = RMSNorm(c.q_lora_rank, c.latent_norm_eps)
+            self.q_up = param(draw.normal(std, H, c.q_lora_rank, N + P))
+        self.kv_down = param(draw.normal(std, D, L + P))
+        self.kv_norm = RMSNorm(L, c.latent_norm_eps)
+        self.k_up = param(draw.normal(std, H, L, N))
+        self.v_up = param(draw.normal(std, H, L, V))
+        if c.mla_output_gate:
+            self.out_gate = param(draw.normal(std, D, H * V))
+        self.out_proj = param(draw.normal(std, H * V, D))
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], tokens: Tokens, *, absorbed: bool = False
+    ) -> Float[Array, "B T D"]:
+        """Attention output, [B, T, D].
+
+        absorbed: attend in the latent, with k_up folded into the queries and v_up applied after the mean. The same
+        function, cheaper per token when keys are read from a cache of latents.
+        """
+        c = self.config
+        dtype, fp32 = x_BTD.dtype, at_least_fp32(x_BTD)
+        if c.q_lora_rank is None:
+            q_BTHK = jnp.einsum("btd,hdk->bthk", x_BTD, self.q_proj[...])
+        else:
+            q_BTHK = jnp.einsum("btr,hrk->bthk", self.q_norm(x_BTD @ self.q_down[...]), self.q_up[...])
+        q_BTHK = checkpoint_name(q_BTHK, "mla.q")
+
+        latent_BTL, shared_BTP = jnp.split(x_BTD @ self.kv_down[...], [c.kv_lora_rank], -1)
+        kv = checkpoint_name(jnp.concatenate([self.kv_norm(latent_BTL), shared_BTP], -1), "mla.latent")
+        segments_BT, offset = tokens.segment_ids, 0
+        if tokens.context_axis is not None:
+            # Before: this shard's latents. After: those of all shards, (L + P) numbers a token.
+            kv = lax.all_gather(kv, tokens.context_axis, axis=1, tiled=True)
+            segments_BS = lax.all_gather(segments_BT, tokens.context_axis, axis=1, tiled=True)
+            offset = lax.axis_index(tokens.context_axis) * x_BTD.shape[1]
+        else:
+            segments_BS = segments_BT
+        latent_BSL, shared_BSP = jnp.split(kv, [c.kv_lora_rank], -1)
+        if absorbed:
+            q_BTHN, q_BTHP = jnp.split(q_BTHK, [c.qk_nope_dim], -1)
+            q_BTHK = jnp.concatenate([jnp.einsum("bthn,hln->bthl", q_BTHN, self.k_up[...]), q_BTHP], -1)
+            k_BSHK, v_BSHV = expand_heads(kv, c.num_heads), expand_heads(latent_BSL, c.num_heads)
+        else:
+            k_BSHN = jnp.einsum("bsl,hln->bshn", latent_BSL, self.k_up[...])
+            v_BSHV = jnp.einsum("bsl,hlv->bshv", latent_BSL, self.v_up[...])
+            k_BSHK = jnp.concatenate([k_BSHN, expand_heads(shared_BSP, c.num_heads)], -1)
+
+        o = attention(
+            q_BTHK,
+            k_BSHK,
+            v_BSHV,
+            scale=(c.qk_nope_dim + c.qk_rope_dim) ** -0.5,
+            q_segments=segments_BT,
+            k_segments=segments_BS,
+            q_offset=offset,
+        )
+        if absorbed:
+            o = jnp.einsum("bthl,hlv->bthv", o, self.v_up[...])
+        o = checkpoint_name(o, "mla.o").reshape(*x_BTD.shape[:2], -1)
+        if c.mla_output_gate:
+            gate = checkpoint_name(x_BTD @ self.out_gate[...], "mla.out_gate")
+            o = o * jax.nn.sigmoid(gate.astype(fp32))
+        return o.astype(dtype) @ self.out_proj[...]
+
+
+def expand_heads(x_BSP: jax.Array, heads: int) -> jax.Array:
+    """The same key dims for every head."""
+    B, S, P = x_BSP.shape
+    return jnp.broadcast_to(x_BSP[:, :, None], (B, S, heads, P))

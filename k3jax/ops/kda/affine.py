@@ -1,0 +1,39 @@
+"""A run of tokens changes the state by an affine map S_out = M S_in + S; such maps compose.
+
+B batch, H heads, K key dim, V value dim, N maps in order of time (leading dim).
+The decays of many tokens multiply in M, so maps are float32 or wider and their products use full precision.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+AffineMap = tuple[Float[Array, "*batch K K"], Float[Array, "*batch K V"]]
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Batched product in full precision (a GPU would otherwise round float32 factors to TF32)."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def compose(later: AffineMap, earlier: AffineMap) -> AffineMap:
+    """The map of two consecutive runs: associative, not commutative. K3 report, section 5.1.2.
+
+    M [..., K, K] and S [..., K, V], float32 or float64.
+    """
+    (M_later, S_later), (M_earlier, S_earlier) = later, earlier
+    return matmul(M_later, M_earlier), matmul(M_later, S_earlier) + S_later
+
+
+def product(
+    maps: tuple[Float[Array, "N *batch K K"], Float[Array, "N *batch K V"]],
+) -> AffineMap:
+    """N consecutive maps as one."""
+    M, S = maps
+    first = (M[0], S[0])
+    if M.shape[0] == 1:
+        return first
+    return lax.scan(lambda so_far, later: (compose(later, so_far), None), first, (M[1:], S[1:]))[0]

@@ -1,0 +1,119 @@
+"""KDA's public functions: they check, choose an implementation and keep the dtypes' contract.
+
+B batch, T tokens, H heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from k3jax.compat import vary_like
+from k3jax.ops.kda import chunked, reference
+from k3jax.ops.kda.affine import AffineMap
+
+CHUNK_SIZE = 64
+IMPLEMENTATIONS = ("recurrent", "chunked")
+
+
+def kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "B H K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    gate_lower_bound: float | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """Kimi Delta Attention: (o, final_state), o in v's dtype, the state float32 (float64 if an input is).
+
+    g is the log decay, at most 0; q and k are used as given; scale is K**-0.5 by default. segment_ids (constant in a
+    document, non-decreasing): the state starts at zero in each new document; `initial_state` belongs to the first.
+    gate_lower_bound promises g >= it everywhere and so makes the tiles of "chunked" cheaper (K3: -5); without it any g
+    is right. implementation: "recurrent" (the definition), "chunked" (default; chunks of `chunk_size` tokens).
+
+    Raises ValueError for shapes that do not fit together, an unknown implementation, a chunk size that is not a
+    multiple of 16, a bound that is not negative. K3 report, section 2.1; Kimi Linear, arXiv:2510.26692.
+    """
+    check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size)
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation={implementation!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
+    inputs, state = in_state_dtype(q, k, v, g, beta, initial_state, scale=scale)
+    if implementation == "recurrent":
+        o, final = reference.recurrent(*inputs, initial_state=state, segment_ids=segment_ids)
+    else:
+        maps = chunked.prepare(
+            *inputs, segment_ids=segment_ids, gate_lower_bound=gate_lower_bound, chunk_size=chunk_size
+        )
+        o, final = chunked.finish(maps, state, q.shape[1])
+    return o.astype(v.dtype), final
+
+
+def kda_step(
+    state: Float[Array, "B H K V"],
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    g: Float[Array, "B H K"],
+    beta: Float[Array, "B H"],
+    *,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """One token of `kda` for decoding: (o in v's dtype, next state float32). K3 report, section 2.1."""
+    inputs, state = in_state_dtype(q, k, v, g, beta, state, scale=scale)
+    o, state = reference.step(state, *inputs)
+    return o.astype(v.dtype), state
+
+
+def summarize(
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> AffineMap:
+    """The tokens as a map of the state, final = M initial + S: (M [B,H,K,K], S [B,H,K,V]), float32.
+
+    If a document starts after the first token, M is 0 and S is the final state of the last document.
+    K3 report, section 5.1.2.
+    """
+    check(k, k, v, g, beta, None, segment_ids, None, CHUNK_SIZE)
+    # Outputs are not computed, so any query does.
+    inputs, _ = in_state_dtype(k, k, v, g, beta, None, scale=1.0)
+    maps = chunked.prepare(*inputs, segment_ids=segment_ids, gate_lower_bound=None, chunk_size=CHUNK_SIZE)
+    return chunked.summary(maps, k.shape[-1])
+
+
+def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size):
+    """Raises ValueError, naming what was got and what is needed."""
+    B, T, H, K = q.shape
+    needed = {"k": (k, q.shape), "v": (v, (B, T, H, v.shape[-1])), "g": (g, q.shape), "beta": (beta, (B, T, H))}
+    if initial_state is not None:
+        needed["initial_state"] = (initial_state, (B, H, K, v.shape[-1]))
+    if segment_ids is not None:
+        needed["segment_ids"] = (segment_ids, (B, T))
+    for name, (array, shape) in needed.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; with q [B,T,H,K] = {q.shape} it must be {shape}")
+    if T == 0:
+        raise ValueError("q has T = 0 tokens; at least one is needed")
+    if chunk_size <= 0 or chunk_size % chunked.TILE:
+        raise ValueError(f"chunk_size={chunk_size} must be a positive multiple of {chunked.TILE}")
+    if gate_lower_bound is not None and not gate_lower_bound < 0:
+        raise ValueError(f"gate_lower_bound={gate_lower_bound} must be negative, or None for any gate")
+
+
+def in_state_dtype(q, k, v, g, beta, initial_state, *, scale):
+    """(scaled q, k, v, g, beta) and the first state, zeros if None, all float32, or float64 if one of them is."""
+    if initial_state is None:
+        initial_state = jnp.zeros((*k.shape[:1], *k.shape[2:], v.shape[-1]), jnp.float32)
+    arrays = q, k, v, g, beta, vary_like(initial_state, q, k, v, g, beta)
+    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    q, *others, state = (x.astype(dtype) for x in arrays)
+    return (q * (q.shape[-1] ** -0.5 if scale is None else scale), *others), state

@@ -1,0 +1,6 @@
+"""Optimizers as Optax transformations: Muon for matrices, AdamW for the rest."""
+
+from k3jax.optim.groups import Group, parameter_groups
+from k3jax.optim.optimizers import adamw, muon
+
+__all__ = ["Group", "adamw", "muon", "parameter_groups"]

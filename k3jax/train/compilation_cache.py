@@ -1,0 +1,30 @@
+"""Compiled programs are kept on disk, so that a second start does not compile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def use_compilation_cache() -> Path | None:
+    """Keep all compiled programs below the user's cache directory; call it before the first compilation.
+
+    A directory that the user gave to JAX (JAX_COMPILATION_CACHE_DIR) stays in use. Returns the directory, or None if it
+    cannot be written or JAX_ENABLE_COMPILATION_CACHE is off. The key is the program with its compiler options and the
+    version and devices of JAX; an entry that a crash cut short does not load and is compiled again.
+    """
+    if not jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    directory = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if directory is None:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "k3jax", "xla")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return Path(directory)

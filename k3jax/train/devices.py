@@ -1,0 +1,41 @@
+"""From the mesh that the user asks for to devices, or to the mere shape of a mesh."""
+
+from __future__ import annotations
+
+import jax
+
+from meshes import AXES, MeshSpec, require_devices
+
+
+def resolve_mesh(text: str) -> MeshSpec:
+    """The mesh as numbers. An axis of -1 is filled from the devices that are there, which starts JAX.
+
+    Raises ValueError if the text is not a mesh, or for -1 where nothing says how many devices there should be.
+    """
+    if "-1" not in text:
+        return MeshSpec.parse(text)
+    require_devices(1)
+    if jax.default_backend() == "cpu" and jax.device_count() == 1:
+        MeshSpec.parse(text, num_devices=10**9)
+        raise ValueError(
+            f"mesh {text!r}: nothing to fill -1 from, there is no accelerator and fake devices are made to measure; "
+            f"write the size as a number"
+        )
+    return MeshSpec.parse(text, jax.device_count())
+
+
+def build_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
+    """The mesh on devices, on CPU made for it. ValueError if there are too few, or if they are no multiple of it."""
+    try:
+        require_devices(spec.num_devices)
+    except RuntimeError as too_few:
+        raise ValueError(f"mesh {spec}: {too_few}") from None
+    MeshSpec.parse(str(spec), jax.device_count())
+    return spec.build()
+
+
+def abstract_mesh(spec: MeshSpec) -> jax.sharding.AbstractMesh:
+    """The shape of a mesh, for plans: no device is touched."""
+    return jax.sharding.AbstractMesh(
+        tuple(spec.sizes.values()), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
+    )

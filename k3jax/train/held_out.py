@@ -1,0 +1,24 @@
+"""The held-out batches of an evaluation."""
+
+from __future__ import annotations
+
+from k3jax.train.data import Batch, Corpus
+
+MOST_BATCHES = 8
+"""Most batches of one evaluation."""
+
+
+def held_out_batches(corpus: Corpus, size: int) -> list[Batch]:
+    """The same batches at every evaluation, and for every run with this data, sequence length and batch size.
+
+    The whole split if it fits into MOST_BATCHES; else stretches that lie evenly apart.
+    """
+    total = corpus.held_out.num_sequences
+    number = min(MOST_BATCHES, -(-total // size))
+    whole = number * size >= total
+    batches = []
+    for i in range(number):
+        stretch = corpus.batches("held_out", size, i * size if whole else i * (total - size) // (number - 1))
+        batches.append(next(stretch))
+        stretch.close()
+    return batches

@@ -1,0 +1,94 @@
+"""What a run will be, in words and numbers, before anything is compiled or allocated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from k3jax.parameters import count, count_by_group
+from k3jax.train.step import TrainStep
+
+Rows = list[tuple[str, str]]
+
+
+def plan(step: TrainStep) -> Rows:
+    """Pairs of a property and its value; the step may be on an abstract mesh."""
+    return [*_ranks(step), *_schedule(step), *_parameters(step)]
+
+
+def _ranks(step: TrainStep) -> Rows:
+    config, layout, mesh = step.config, step.layout, step.resolved.mesh
+    per_chunk = (layout.layer_table >= 0).sum(axis=(2, 3)).T.reshape(-1)  # in the order of chunks
+    slots = layout.layer_table.size
+    sequences = config.global_batch // config.microbatches // (mesh.data * mesh.expert)
+    return [
+        ("mesh", f"{mesh}, {mesh.num_devices} ranks"),
+        ("stages", f"{layout.stages} with {layout.virtual} virtual, {layout.num_chunks} chunks"),
+        ("layers per chunk", f"{runs(per_chunk.tolist())}; {layout.num_inactive} of {slots} slots inactive"),
+        ("tokens per step", f"{config.global_batch * config.seq_len:,} in {config.global_batch:,} sequences"),
+        (
+            "on one rank",
+            f"{config.microbatches} microbatches of {sequences} x {config.seq_len // mesh.context} tokens",
+        ),
+    ]
+
+
+def _schedule(step: TrainStep) -> Rows:
+    schedule = step.resolved.schedule
+    lockstep, free = schedule.bubble_fraction(lockstep=True), schedule.bubble_fraction()
+    return [
+        ("schedule", f"{schedule.name}, {schedule.num_ticks} ticks"),
+        ("bubble fraction", f"{lockstep:.3f} in lock-step, {free:.3f} free-running"),
+        ("in flight", f"{runs(schedule.in_flight().tolist())} chunk activations per stage"),
+    ]
+
+
+def _parameters(step: TrainStep) -> Rows:
+    total, active = count(step.config.model)
+    groups = count_by_group(step.config.model, step.config.optimizer)
+    weights = bytes_per_rank(step.state_shapes.params, step.state_shardings.params)
+    state = bytes_per_rank(step.state_shapes, step.state_shardings)
+    return [
+        ("parameters", f"{short(total)} total, {short(active)} active ({total:,} and {active:,})"),
+        ("parameter groups", ", ".join(f"{number:,} on {label}" for label, number in groups.items())),
+        ("bytes per rank", f"{in_bytes(weights)} of parameters, {in_bytes(state)} with the optimizer state"),
+    ]
+
+
+def bytes_per_rank(shapes: Any, shardings: Any) -> int:
+    """Bytes of a tree of arrays on one rank; all ranks hold equally much."""
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, sharding in leaves)
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """Numbers with commas, equal neighbours as "23 x 4"."""
+    grouped = [(len(list(same)), number) for number, same in itertools.groupby(numbers)]
+    return ", ".join(f"{times} x {number}" if times > 1 else str(number) for times, number in grouped)
+
+
+def short(number: int) -> str:
+    """Three or four digits and a unit of a thousand: 2.78T, 104.2B."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            scaled = number / size
+            return f"{scaled:.1f}{unit}" if scaled >= 10 else f"{scaled:.2f}{unit}"
+    return str(number)
+
+
+def in_bytes(number: int) -> str:
+    """Bytes with a binary unit."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"
+
+
+def table(rows: Rows) -> str:
+    """The pairs as aligned lines."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,284 @@
+"""The training step: gradients in one `shard_map` over (data, pipe, expert, context), then the optimizer.
+
+The optimizer works on whole logical arrays under jit, so any Optax transformation is right as it is.
+
+M microbatches, B local sequences of a microbatch, T local tokens. For S, V, J, P see `k3jax.parallel.layout`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from k3jax import model as lm
+from k3jax import optim
+from k3jax.activations.leaves import tagged_names
+from k3jax.model import Axes, Batch
+from k3jax.optim.groups import path_name
+from k3jax.parallel import pipeline
+from k3jax.parallel.routing import balanced_bias
+from k3jax.parallel.schedules import build
+from k3jax.parallel.sharding import param_specs, reduce_gradients
+from k3jax.train.config import StepConfig
+from meshes import AXES, MeshSpec
+
+AXES_OF_MODEL = Axes("pipe", "expert", "context")
+TOKENS = P(None, ("data", "expert"), "context")
+STACKED = P("pipe")
+
+
+class TrainState(NamedTuple):
+    """All that a step changes."""
+
+    step: jax.Array
+    """Steps taken, skipped ones included."""
+    params: Any
+    """Master weights, float32."""
+    opt_state: Any
+    balance: Any
+    """Quantile balancing's bias of every slot."""
+    skipped: jax.Array
+    """Steps whose update was dropped because of a non-finite loss or gradient."""
+
+
+class Gradients(NamedTuple):
+    """What the shard_map returns: everything summed over the batch."""
+
+    loss: jax.Array
+    """Mean cross entropy over the batch's targets, nats."""
+    grads: Any
+    histograms: Any
+    """Quantile balancing's counts of every slot, {p: [S, V, J, E, N]}."""
+    tokens: jax.Array
+    """Real tokens of the batch."""
+    rows_max_over_mean: jax.Array
+    """Rows of the busiest rank over the mean rank's, in the worst MoE layer."""
+
+
+def make_train_step(config: StepConfig, mesh: Mesh) -> TrainStep:
+    """The step on this mesh; ValueError if configuration and mesh do not fit. Nothing is compiled yet."""
+    return TrainStep(config, mesh)
+
+
+class TrainStep:
+    """`init`, `step`, `evaluate` and `gradients` for one configuration on one mesh."""
+
+    def __init__(self, config: StepConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.resolved = config.resolve(MeshSpec(**{axis: mesh.shape[axis] for axis in AXES}))
+        self.layout = self.resolved.layout
+        self.specs = param_specs(config.model)
+        self.learning_rate = learning_rate_schedule(config)
+        self.optimizer = make_optimizer(config, self.learning_rate)
+        self.state_shapes = jax.eval_shape(self._init)
+        self.state_shardings = self._shardings(self.state_shapes)
+        self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
+        self.resolved.policy.check(self.activation_names)
+
+    # ---- public -------------------------------------------------------------------------------------------------------
+
+    def init(self) -> TrainState:
+        """The state before the first step, placed on the mesh."""
+        return jax.jit(self._init, out_shardings=self.state_shardings)()
+
+    @functools.cached_property
+    def step(self):
+        """(state, batch) -> (state, metrics), compiled on first use; the state given is consumed."""
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, None))
+
+    @functools.cached_property
+    def evaluate(self):
+        """(state, batch) -> (sum of losses, targets): a forward-only schedule that changes nothing."""
+        return jax.jit(self._evaluate)
+
+    @functools.cached_property
+    def gradients(self):
+        """(params, balance, batch) -> Gradients, before clipping and optimizer."""
+        return jax.jit(self._gradients)
+
+    def place(self, batch: Batch) -> Batch:
+        """A host batch of [global_batch, seq_len] arrays as [M, global_batch / M, seq_len] arrays on the mesh."""
+        M = self.config.microbatches
+        sharding = NamedSharding(self.mesh, TOKENS)
+        return Batch(*(jax.device_put(np.reshape(a, (M, -1, a.shape[-1])), sharding) for a in batch))
+
+    @functools.cached_property
+    def activation_names(self) -> frozenset[str]:
+        """Names that the model's chunk tags."""
+        c, layout = self.config, self.layout
+        params, balance = self.state_shapes.params, self.state_shapes.balance
+        only = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), tree)
+        batch = Batch(*(jax.ShapeDtypeStruct((1, c.seq_len), jnp.int32),) * 3)
+        flags = {name: jax.ShapeDtypeStruct(table.shape[2:], jnp.int32) for name, table in layout.flag_tables.items()}
+        weights = {"chunk": only(params["chunks"]), "dense": params["dense"]}
+        stream = jax.eval_shape(
+            lambda p: lm.embed(p, jnp.zeros((1, c.seq_len), jnp.int32), num_blocks=c.model.num_blocks, axes=Axes(),
+                               dtype=jnp.float32), params["embed"])  # fmt: skip
+        run = functools.partial(lm.chunk, c.model, layout, axes=Axes())
+        return tagged_names(run, weights, stream, only(balance["chunks"]), flags, batch)
+
+    # ---- what is compiled ---------------------------------------------------------------------------------------------
+
+    def _init(self) -> TrainState:
+        params = lm.init(self.config.model, self.layout, self.config.seed)
+        balance = lm.init_balance(self.config.model, self.layout)
+        zero = lambda: jnp.zeros((), jnp.int32)
+        return TrainState(zero(), params, self.optimizer.init(params), balance, zero())
+
+    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        out = self._gradients(state.params, state.balance, batch)
+        squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(out.grads)])
+        norm = jnp.sqrt(squares.sum())
+        clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-30)), out.grads)
+        updates, opt_state = self.optimizer.update(clipped, state.opt_state, state.params)
+        new_bias = functools.partial(balanced_bias, k=self.config.model.experts_per_token)
+        balance = {
+            "chunks": {
+                p: jax.vmap(jax.vmap(jax.vmap(new_bias)))(counts, state.balance["chunks"][p])
+                for p, counts in out.histograms.items()
+            }
+        }
+        finite = jnp.isfinite(out.loss) & jnp.isfinite(norm)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        new_state = TrainState(
+            state.step + 1,
+            keep(optax.apply_updates(state.params, updates), state.params),
+            keep(opt_state, state.opt_state),
+            keep(balance, state.balance),
+            state.skipped + jnp.where(finite, 0, 1),
+        )
+        metrics = dict(
+            loss=out.loss,
+            grad_norm=norm,
+            learning_rate=self.learning_rate(optimizer_count(state)),
+            tokens=out.tokens,
+            moe_rows_max_over_mean=out.rows_max_over_mean,
+            finite=finite,
+            grad_squares=squares,
+        )
+        return new_state, metrics
+
+    def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
+        specs = Gradients(P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P())
+        local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
+        return self._sharded(local, specs)(params, balance, self._flags(), batch)
+
+    def _evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        forward = build(
+            "forward", stages=self.layout.stages, virtual=self.layout.virtual, microbatches=self.config.microbatches
+        )
+
+        def local(params, balance, flags, batch):
+            one = jnp.ones(())
+            outcome = pipeline.run(forward, *self._program(params, balance, flags, batch), one)
+            targets = (batch.targets >= 0).sum()
+            return lax.psum(outcome.loss, pipeline.REPLICAS), lax.psum(targets, pipeline.REPLICAS)
+
+        return self._sharded(local, (P(), P()))(state.params, state.balance, self._flags(), batch)
+
+    def _sharded(self, function, out_specs):
+        in_specs = (self.specs, {"chunks": STACKED}, STACKED, Batch(TOKENS, TOKENS, TOKENS))
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def _flags(self) -> dict[str, jax.Array]:
+        return {name: jnp.asarray(table) for name, table in self.layout.flag_tables.items()}
+
+    # ---- on one rank --------------------------------------------------------------------------------------------------
+
+    def _local_gradients(self, params, balance, flags, batch: Batch, *, schedule) -> Gradients:
+        total = lax.psum((batch.targets >= 0).sum(), pipeline.REPLICAS)
+        cotangent = 1.0 / jnp.maximum(total, 1)
+        outcome = pipeline.run(schedule, *self._program(params, balance, flags, batch), cotangent)
+        grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
+        stats = outcome.counts
+        rows = jnp.stack([layer.rows for layer in stats.values()])
+        tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
+        return Gradients(
+            lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
+            reduce_gradients(grads, self.specs),
+            {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
+            tokens,
+            rows_max_over_mean(rows),
+        )
+
+    def _program(self, params, balance, flags, batch: Batch) -> tuple[pipeline.Program, Any]:
+        """The model as the executor's program, over this rank's parameters in the compute dtype."""
+        config, dtype = self.config.model, jnp.dtype(self.config.dtype)
+        params = lm.cast_for_compute(config, params, dtype)
+        mine = lambda tree: jax.tree.map(lambda a: a[0], tree)
+        params = params | {"chunks": mine(params["chunks"])}
+        balance, flags = mine(balance["chunks"]), mine(flags)
+        checkpoint = functools.partial(self.resolved.policy.checkpoint, names=self.activation_names)
+        microbatch = lambda m: pipeline.take(batch, m)
+
+        def embed(params, m):
+            return lm.embed(params, microbatch(m).tokens, num_blocks=config.num_blocks, axes=AXES_OF_MODEL, dtype=dtype)
+
+        def chunk(weights, stream, extras):
+            bias, slot_flags, tokens = extras
+            return lm.chunk(
+                config, self.layout, weights, stream, bias, slot_flags, tokens, axes=AXES_OF_MODEL, checkpoint=checkpoint
+            )
+
+        def extras(v, m):
+            return pipeline.take((balance, flags), v) + (microbatch(m),)
+
+        def head(params, stream, m, is_last):
+            return lm.head_loss(config, params, stream, microbatch(m), axes=AXES_OF_MODEL, is_last=is_last)
+
+        return pipeline.Program(embed, chunk, extras, head), params
+
+    def _shardings(self, state: TrainState) -> TrainState:
+        """Shardings of a state: optimizer leaves lie like the parameter whose path theirs ends with."""
+        specs = {
+            tuple(path): spec
+            for path, spec in jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=lambda x: isinstance(x, P))
+        }
+
+        def spec_of(path, leaf):
+            tails = (specs.get(tuple(path[i:])) for i in range(len(path)))
+            return next((spec for spec in tails if spec is not None), P())
+
+        shardings = jax.tree_util.tree_map_with_path(lambda p, a: NamedSharding(self.mesh, spec_of(p, a)), state)
+        stacked = jax.tree.map(lambda _: NamedSharding(self.mesh, STACKED), state.balance)
+        return shardings._replace(balance=stacked)
+
+
+def rows_max_over_mean(rows: jax.Array) -> jax.Array:
+    """Busiest rank over mean rank of the expert computation, for the worst layer of the model; 1 without MoE layers."""
+    most, total = lax.pmax(rows, pipeline.REPLICAS), lax.psum(rows, pipeline.REPLICAS)
+    ranks = 1
+    for axis in pipeline.REPLICAS:
+        ranks *= lax.axis_size(axis)
+    ratio = jnp.where(total > 0, most * ranks / jnp.maximum(total, 1), 1.0)
+    return lax.pmax(ratio.max(), "pipe")
+
+
+def learning_rate_schedule(config: StepConfig) -> optax.Schedule:
+    """Linear warm-up over a share of the steps, then a cosine to a tenth of the peak."""
+    warmup = min(int(np.ceil(config.warmup * config.steps)), config.steps)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / max(warmup, 1),
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(config.steps, warmup + 1),
+        end_value=0.1 * config.learning_rate,
+    )
+
+
+def make_optimizer(config: StepConfig, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    factory = {"muon": optim.muon, "adamw": optim.adamw}[config.optimizer]
+    return factory(learning_rate, weight_decay=config.weight_decay)
+
+
+def optimizer_count(state: TrainState) -> jax.Array:
+    """Updates applied so far: what the learning rate depends on."""
+    return state.step - state.skipped

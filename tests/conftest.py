@@ -1,0 +1,9 @@
+"""Eight fake CPU devices before JAX starts; shapes and types of public functions are checked while tests run."""
+
+import meshes
+
+meshes.require_devices(8)
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook(["k3jax", "pallas_kernels"], "beartype.beartype")

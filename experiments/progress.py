@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from datetime import timedelta
@@ -17,9 +16,7 @@ class TrainingProgress:
 
     def __init__(self, start: int, steps: int, *, log_every: int):
         self.steps, self.log_every = steps, log_every
-        self.seconds: list[float] = []
-        """Of each step so far."""
-        self._first, self._clock = start + 1, 0.0
+        self._first, self._begun = start + 1, time.perf_counter()
         console = Console(stderr=True)
         self._bar = None
         if console.is_terminal:
@@ -28,7 +25,7 @@ class TrainingProgress:
             self._task = self._bar.add_task("", total=steps, completed=start)
 
     def __enter__(self) -> TrainingProgress:
-        self._clock = time.perf_counter()
+        self._begun = time.perf_counter()
         if self._bar:
             self._bar.start()
         return self
@@ -38,14 +35,12 @@ class TrainingProgress:
             self._bar.stop()
 
     def __call__(self, metrics: dict[str, Any]) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self._clock)
-        self._clock = now
         step = metrics["step"]
         if self._bar:
             self._bar.update(self._task, completed=step, description=described(metrics))
         elif step in (self._first, self.steps) or step % self.log_every == 0 or "eval_loss" in metrics:
-            left = timedelta(seconds=round((self.steps - step) * statistics.median(self.seconds)))
+            pace = (time.perf_counter() - self._begun) / (step + 1 - self._first)
+            left = timedelta(seconds=round(pace * (self.steps - step)))
             print(f"step {step}/{self.steps}  {described(metrics)}  eta {left}", file=sys.stderr, flush=True)
 
 

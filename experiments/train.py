@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
-import statistics
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -50,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. SystemExit: 1 if the run failed, 2 if it could not begin."""
     argv = list(sys.argv[1:] if argv is None else argv)
     with refused():
-        preset = model_named(model_option(argv) or "nano")
+        named = model_option(argv)
+        preset = model_named(Options.preset if named is None else named)
         options = parse(Options, argv, prog=PROG, default=Options(step=StepConfig(model=preset)))
     train(options)
 
@@ -75,10 +75,11 @@ def train(options: Options) -> None:
         with refused():
             run.load()
         print(f"workdir {run.workdir}", flush=True)
-        print(f"compiled in {run.compile():.1f} s", flush=True)
+        traced, compiled = run.compile()
+        print(f"traced in {traced:.1f} s, compiled in {compiled:.1f} s", flush=True)
         with TrainingProgress(run.start, options.step.steps, log_every=options.log_every) as progress:
             result = run.train(progress)
-    show_result(result, progress.seconds)
+    show_result(result)
 
 
 @contextlib.contextmanager
@@ -145,14 +146,14 @@ def show_start(run: Run) -> None:
         print(f"weights from {run.weights.directory}, step {run.weights.step}", flush=True)
 
 
-def show_result(result: RunResult, seconds: list[float]) -> None:
+def show_result(result: RunResult) -> None:
     ended = "done" if result.stopped_by is None else f"stopped by {result.stopped_by}"
     print(f"{ended} at step {result.step}", end="")
     if result.metrics:
         loss, entropy = result.losses[-1], result.unigram_entropy
         side = "below" if loss < entropy else "above"
         print(f": loss {loss:.4f} nats, {abs(entropy - loss):.4f} {side} the unigram entropy of {entropy:.4f}", end="")
-        print(f"; {statistics.median(seconds):.2f} s a step", end="")
+        print(f"; {result.seconds_per_step:.2f} s a step", end="")
     print(f"\n{result.workdir}: config.json, metrics.jsonl, checkpoints/{result.step}")
 
 

@@ -177,7 +177,7 @@ def placement_tree(config: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-def cast_for_compute(config: ModelConfig, params: Params, dtype: jnp.dtype) -> Params:
+def cast_for_compute(config: ModelConfig, params: Params, dtype: jax.typing.DTypeLike) -> Params:
     """Parameters in the compute dtype, except those that are used in float32."""
     cast = lambda place, a: a if place.fp32 else a.astype(dtype)
     return jax.tree.map(cast, placement_tree(config), params, is_leaf=lambda x: isinstance(x, Placement))
@@ -186,7 +186,7 @@ def cast_for_compute(config: ModelConfig, params: Params, dtype: jnp.dtype) -> P
 # ---- forward -------------------------------------------------------------------------------------------------------------
 
 
-def embed(params: Params, tokens_BT: Int[Array, "B T"], *, num_blocks: int, axes: Axes, dtype: jnp.dtype) -> Stream:
+def embed(params: Params, tokens_BT: Int[Array, "B T"], *, num_blocks: int, axes: Axes, dtype: jax.typing.DTypeLike) -> Stream:
     """The stream that enters layer 0. Vocabulary rows live on their pipe rank: local lookup, sum over pipe."""
     table_WD = params["table"]
     rows = table_WD.shape[0]
@@ -346,7 +346,7 @@ def feed_forward(
 
 
 def plain_loss(
-    config: ModelConfig, params: Params, bias: dict[str, Any], batch: Batch, *, dtype: jnp.dtype = jnp.float32
+    config: ModelConfig, params: Params, bias: dict[str, Any], batch: Batch, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> tuple[Float[Array, ""], dict[str, MoEStats]]:
     """Mean cross entropy of a batch on one device, without schedule or sharding; counts of the mixtures.
 

@@ -73,7 +73,8 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
     differentiate = BACKWARD in schedule.kinds
     params = vary(params)
     zeros = lambda tree: vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree))
-    slots = lambda tree: vary(jax.tree.map(lambda a: jnp.zeros((schedule.num_slots, *a.shape), a.dtype), tree))
+    slots = lambda tree, n: vary(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), tree))
+    mailbox = lambda tree: slots(tree, schedule.num_slots + 1)
     weights = lambda v: {"chunk": take(params["chunks"], v), "dense": params["dense"]}
     extras = lambda v, m: vary(program.extras(v, m))
 
@@ -87,13 +88,13 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
     fp32_zeros = lambda tree: vary(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree))
 
     carry = dict(
-        inputs=slots(no_stream),
+        inputs=mailbox(no_stream),
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
         sent=no_stream,
         loss=vary(jnp.zeros(()), REPLICAS),
     )
     if pullback:
-        carry |= dict(store=slots(no_leaves), d_outputs=slots(no_stream), sent_back=no_stream, grads=fp32_zeros(params))
+        carry |= dict(store=slots(no_leaves, schedule.num_slots), d_outputs=mailbox(no_stream), sent_back=no_stream, grads=fp32_zeros(params))
 
     def idle(slot, v, m, carry):
         return Made(no_leaves, no_counts, no_stream, no_stream, no_grads)
@@ -117,17 +118,17 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
 
         onward = [(i, (i + 1) % stages) for i in range(stages)]
         arrived = lax.ppermute(carry["sent"], "pipe", onward)
-        inputs = put(carry["inputs"], arrived, row["arrivals"][stage, 0])
+        inputs = post(carry["inputs"], arrived, row["arrivals"][stage, 0])
         embedded = lax.cond(
             row["embed_forward"] >= 0,
             lambda: vary(program.embed(params["embed"], row["embed_forward"])),
             lambda: no_stream,
         )
         enters = (row["embed_forward"] >= 0) & (stage == 0)
-        carry |= dict(inputs=put(inputs, embedded, jnp.where(enters, slot, -1)))
+        carry |= dict(inputs=post(inputs, embedded, jnp.where(enters, slot, -1)))
         if pullback:
             returned = lax.ppermute(carry["sent_back"], "pipe", [(j, i) for i, j in onward])
-            carry |= dict(d_outputs=put(carry["d_outputs"], returned, row["arrivals"][stage, 1]))
+            carry |= dict(d_outputs=post(carry["d_outputs"], returned, row["arrivals"][stage, 1]))
 
         made: Made = lax.switch(kind, [lambda b=b: vary(b(slot, v, m, carry)) for b in branches])
         carry |= dict(sent=made.stream, counts=add_at(carry["counts"], v, made.counts))
@@ -158,8 +159,8 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         d_embed = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda: zeros(params["embed"]))
         grads, d_weights = carry["grads"], made.d_weights
         return carry | dict(
-            store=put(carry["store"], made.leaves, jnp.where(kind == FORWARD, slot, -1)),
-            d_outputs=put(carry["d_outputs"], d_stream, jnp.where(leaves_model & is_last, slot, -1)),
+            store=file(carry["store"], made.leaves, jnp.where(kind == FORWARD, slot, -1)),
+            d_outputs=post(carry["d_outputs"], d_stream, jnp.where(leaves_model & is_last, slot, -1)),
             sent_back=made.d_stream,
             loss=carry["loss"] + loss,
             grads={
@@ -239,13 +240,24 @@ def replace(box: Tree, content: Tree, index: jax.Array) -> Tree:
     return jax.tree.map(at, box, content)
 
 
-def put(box: Tree, content: Tree, slot: jax.Array) -> Tree:
-    """The box with a slot overwritten; slot −1 changes nothing."""
+def post(box: Tree, content: Tree, slot: jax.Array) -> Tree:
+    """The mailbox with a slot overwritten; slot −1 is its last one, where what nobody waits for goes.
+
+    Keeping the old content instead would read the box between two writes, and XLA would copy it whole in every tick.
+    """
+    size = jax.tree.leaves(box)[0].shape[0]
+    return replace(box, content, jnp.where(slot >= 0, slot, size - 1))
+
+
+def file(box: Tree, content: Tree, slot: jax.Array) -> Tree:
+    """The store with a slot overwritten; slot −1 changes nothing."""
     index = jnp.maximum(slot, 0)
     new = jax.tree.map(lambda old, new: jnp.where(slot >= 0, new, old), take(box, index), content)
     return replace(box, new, index)
 
 
 def add_at(total: Tree, index: jax.Array, part: Tree) -> Tree:
-    """The total with a part added at one index of the leading dim."""
+    """The total with a part added at one index of the leading dim, in place."""
+    if all(a.shape[0] == 1 for a in jax.tree.leaves(total)):  # XLA drops the update of a whole array, and then copies it
+        return jax.tree.map(lambda a, d: a + d.astype(a.dtype)[None], total, part)
     return replace(total, jax.tree.map(lambda a, d: a + d.astype(a.dtype), take(total, index), part), index)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 
 from meshes import AXES, MeshSpec, require_devices
+
+
+_FILL = re.compile("=-1(?=,|$)")
 
 
 def resolve_mesh(text: str) -> MeshSpec:
@@ -12,11 +17,11 @@ def resolve_mesh(text: str) -> MeshSpec:
 
     Raises ValueError if the text is not a mesh, or for -1 where nothing says how many devices there should be.
     """
-    if "-1" not in text:
+    if not _FILL.search(text):
         return MeshSpec.parse(text)
+    MeshSpec.parse(_FILL.sub("=1", text))
     require_devices(1)
     if jax.default_backend() == "cpu" and jax.device_count() == 1:
-        MeshSpec.parse(text, num_devices=10**9)
         raise ValueError(
             f"mesh {text!r}: nothing to fill -1 from, there is no accelerator and fake devices are made to measure; "
             f"write the size as a number"

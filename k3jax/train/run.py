@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,11 @@ class RunResult:
     def losses(self) -> list[float]:
         return [metrics["loss"] for metrics in self.metrics]
 
+    @property
+    def seconds_per_step(self) -> float:
+        """Median over the steps of this run; nan without steps."""
+        return statistics.median([m["tokens"] / m["tokens_per_second"] for m in self.metrics] or [math.nan])
+
 
 def run(config: RunConfig, *, on_step: Callable[[Metrics], None] | None = None) -> RunResult:
     """Check, load, compile and train; on_step is called with the metrics of every step.
@@ -67,12 +73,14 @@ def run(config: RunConfig, *, on_step: Callable[[Metrics], None] | None = None) 
 
 
 class InFlight(NamedTuple):
-    """A step whose results have not been fetched."""
+    """A step that was started and not logged yet."""
 
     step: int
     metrics: dict[str, jax.Array]
-    evaluation: list[tuple[jax.Array, jax.Array]]
-    """(sum of losses, targets) of the held-out batches; empty if this step is not evaluated."""
+    begun: float
+    """When it was started, in seconds of the process's clock."""
+    done: float | None
+    """When it was done, if the call that started it waited for it, as small programs on CPU do."""
 
 
 class Run:
@@ -129,17 +137,20 @@ class Run:
 
     # ---- compile --------------------------------------------------------------------------------------------------
 
-    def compile(self) -> float:
-        """Compile the step, and the evaluation if there is one; returns the seconds it took."""
+    def compile(self) -> tuple[float, float]:
+        """Compile the step, and the evaluation if there is one; returns the seconds of tracing and of compiling."""
         begun = time.perf_counter()
         shape = (self.config.step.global_batch, self.config.step.seq_len)
         batch = self.train_step.place(Batch(*[np.zeros(shape, np.int32)] * 3))
-        self._step = self.train_step.step.lower(self.state, batch).compile()
+        step = self.train_step.step.lower(self.state, batch)
+        evaluate = self.train_step.evaluate.lower(self.state, batch) if self.config.eval_every else None
+        traced = time.perf_counter()
+        self._step = step.compile()
         self._held_out: list[Batch] = []
-        if self.config.eval_every:
-            self._evaluate = self.train_step.evaluate.lower(self.state, batch).compile()
+        if evaluate:
+            self._evaluate = evaluate.compile()
             self._held_out = [on_host(batch) for batch in held_out_batches(self.corpus, shape[0])]
-        return time.perf_counter() - begun
+        return traced - begun, time.perf_counter() - traced
 
     # ---- train ----------------------------------------------------------------------------------------------------
 
@@ -152,13 +163,15 @@ class Run:
         self._logged: list[Metrics] = []
         self._on_step = on_step or (lambda metrics: None)
         self._in_flight: InFlight | None = None
-        self._clock = time.perf_counter()
+        self._clock = 0.0
         step = self.start
         batches = self.corpus.batches("train", self.config.step.global_batch, self._position)
         try:
             while step < self.config.step.steps and not self.stopped_by:
                 step += 1
-                self._dispatch(step, next(batches))
+                self._start(step, next(batches))
+                if self._held_out and (step % self.config.eval_every == 0 or step == self.config.step.steps):
+                    self._settle(evaluate=True)
                 if step % self.config.checkpoint_every == 0:
                     self._save(step)
             self._save(step)
@@ -169,35 +182,38 @@ class Run:
         stopped_by = self.stopped_by if step < self.config.step.steps else None
         return RunResult(self.workdir, step, self._logged, self.unigram_entropy, stopped_by)
 
-    def _dispatch(self, step: int, batch: data.Batch) -> None:
+    def _start(self, step: int, batch: data.Batch) -> None:
         """Start a step, then log the one before it."""
+        begun = time.perf_counter()
         self.state, metrics = self._step(self.state, self.train_step.place(on_host(batch)))
+        done = time.perf_counter() if metrics["loss"].is_ready() else None
         self._position = batch.position
-        evaluation = []
-        if self._held_out and (step % self.config.eval_every == 0 or step == self.config.step.steps):
-            evaluation = [self._evaluate(self.state, self.train_step.place(held)) for held in self._held_out]
-        before, self._in_flight = self._in_flight, InFlight(step, metrics, evaluation)
+        before, self._in_flight = self._in_flight, InFlight(step, metrics, begun, done)
         if before:
             self._record(before)
 
+    def _settle(self, *, evaluate: bool = False) -> None:
+        """Log the step that is under way, if there is one."""
+        last, self._in_flight = self._in_flight, None
+        if last:
+            self._record(last, evaluate=evaluate)
+
     def _save(self, step: int) -> None:
-        """Log what is left, and save the state unless this very step was saved."""
-        if self._in_flight:
-            last, self._in_flight = self._in_flight, None
-            self._record(last)
+        """Save the state, unless this very step was saved; first the metrics of all its steps reach the disk."""
+        self._settle()
         self.log.sync()
         if step != self._saved:
             about = {"position": self._position, "fingerprint": self.corpus.fingerprint, "data": self.config.data}
             self.checkpoints.save(step, self.state, about)
             self._saved = step
 
-    def _record(self, done: InFlight) -> None:
+    def _record(self, step: InFlight, *, evaluate: bool = False) -> None:
         """Wait for a step and log it. NonFiniteError if it shall end the run."""
-        values = jax.device_get(done.metrics)
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        values = jax.device_get(step.metrics)
+        done = step.done or time.perf_counter()
+        seconds, self._clock = done - max(self._clock, step.begun), done
         self._skipped += not values["finite"]
-        metrics: Metrics = {"step": done.step}
+        metrics: Metrics = {"step": step.step}
         metrics |= {name: float(values[name]) for name in ("loss", "grad_norm", "learning_rate")}
         metrics |= {
             "tokens": int(values["tokens"]),
@@ -206,17 +222,22 @@ class Run:
             "moe_rows_max_over_mean": float(values["moe_rows_max_over_mean"]),
             "skipped": self._skipped,
         }
-        if done.evaluation:
-            losses, targets = np.sum(jax.device_get(done.evaluation), axis=0, dtype=np.float64)
-            metrics["eval_loss"] = float(losses / targets)
+        if evaluate:
+            metrics["eval_loss"] = self._held_out_loss()
         self.log.write(metrics)
         self._logged.append(metrics)
         self._on_step(metrics)
         if not values["finite"] and self.config.on_nonfinite == "stop":
             raise NonFiniteError(
-                f"step {done.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; "
+                f"step {step.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; "
                 f"{self._not_finite(values['grad_squares'])}; {self._last_saved()}"
             )
+
+    def _held_out_loss(self) -> float:
+        """Mean loss in nats over the targets of the held-out batches; changes nothing."""
+        sums = [jax.device_get(self._evaluate(self.state, self.train_step.place(batch))) for batch in self._held_out]
+        losses, targets = np.sum(sums, axis=0, dtype=np.float64)
+        return float(losses / targets)
 
     def _not_finite(self, grad_squares: np.ndarray) -> str:
         """Which parameters have a gradient that is not finite, and how they are trained."""

@@ -1,0 +1,109 @@
+"""What is printed before a run: parameter counts of the released models, and bytes that are really there."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax import configs
+from k3jax.optim.groups import Group, parameter_groups
+from k3jax.parameters import count, count_by_group, parameters
+from k3jax.train.config import StepConfig
+from k3jax.train.devices import abstract_mesh
+from k3jax.train.plan import bytes_per_rank, in_bytes, plan, runs, short, table
+from k3jax.train.step import TrainStep
+from meshes import MeshSpec
+import tiny
+
+
+def planned(mesh: str, **changes) -> dict[str, str]:
+    config = dataclasses.replace(tiny.STEP, **changes)
+    return dict(plan(TrainStep(config, abstract_mesh(MeshSpec.parse(mesh)))))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    # The K3 report says 2.78T and 104.2B; Kimi Linear's says 48B and 3B, its released weights are 49.1B.
+    [("k3", "2.78T", "104.2B"), ("kimi_linear_48b", "49.1B", "3.11B")],
+)
+def test_counts_of_the_released_models(name, total, active):
+    assert tuple(map(short, count(configs.get(name)))) == (total, active)
+
+
+@pytest.mark.quick
+def test_every_parameter_of_the_state_is_counted_once_and_in_its_group():
+    """Stacked leaves hold inactive slots and unused mixtures besides; without those the numbers agree leaf by leaf."""
+    step = TrainStep(tiny.STEP, abstract_mesh(MeshSpec()))
+    shapes, layers = step.state_shapes.params, step.layout.layer_table
+    groups = parameter_groups(shapes)
+    expected: dict[str, int] = {}
+    labels = jax.tree.leaves(groups, is_leaf=lambda x: isinstance(x, Group))
+    for (path, leaf), group in zip(jax.tree_util.tree_leaves_with_path(shapes), labels, strict=True):
+        keys = [key.key for key in path]
+        here = math.prod(leaf.shape)
+        if keys[0] == "chunks":
+            held = layers[..., int(keys[1])]
+            first = tiny.MODEL.dense_layers if "moe" in keys else 0
+            here = math.prod(leaf.shape[3:]) * int((held >= first).sum())
+        expected[group.label] = expected.get(group.label, 0) + here
+    assert count_by_group(tiny.MODEL) == expected
+    assert count(tiny.MODEL)[0] == sum(expected.values())
+
+
+def test_under_adamw_no_parameter_is_said_to_be_on_muon():
+    assert set(count_by_group(tiny.MODEL, "adamw")) == {"adamw", "adamw_no_decay"}
+    assert sum(count_by_group(tiny.MODEL, "adamw").values()) == count(tiny.MODEL)[0]
+
+
+def test_active_leaves_out_the_embedding_table_and_experts_that_are_not_chosen():
+    c = tiny.MODEL
+    expert = 3 * c.expert_dim * c.expert_width
+    idle = c.num_moe_layers * (c.num_experts - c.experts_per_token) * expert + c.vocab_size * c.hidden_size
+    total, active = count(c)
+    assert total - active == idle
+    more = dataclasses.replace(c, num_experts=16)  # the router grows, the chosen experts do not
+    assert count(more)[1] - active == c.num_moe_layers * c.hidden_size * 8
+
+
+def test_layers_with_a_dense_ffn_have_no_mixture():
+    none, three = (dataclasses.replace(tiny.MODEL, dense_layers=n) for n in (0, 3))
+    layers = lambda config, name: sum(p.layers for p in parameters(config) if p.name.endswith(name))
+    assert layers(none, "moe.router") == 7 and layers(none, "dense.up") == 0
+    assert layers(three, "moe.router") == 4 and layers(three, "dense.up") == 3
+
+
+def test_bytes_are_those_that_a_device_holds():
+    step = tiny.train_step("data=2,pipe=2,expert=2")
+    state = step.init()
+    held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(state))
+    assert bytes_per_rank(step.state_shapes, step.state_shardings) == held
+    assert in_bytes(held) in planned("data=2,pipe=2,expert=2")["bytes per rank"]
+
+
+@pytest.mark.quick
+def test_plan_says_where_layers_and_microbatches_are():
+    said = planned("data=2,pipe=2,expert=2", virtual=2, global_batch=32, microbatches=4)
+    assert said["mesh"] == "data=2,pipe=2,expert=2,context=1, 8 ranks"
+    assert said["stages"] == "2 with 2 virtual, 4 chunks"
+    assert said["layers per chunk"] == "3 x 2, 1; 1 of 8 slots inactive"  # K M | K M | K M | . M
+    assert said["on one rank"] == "4 microbatches of 2 x 24 tokens"
+    assert said["tokens per step"] == "768 in 32 sequences"
+    # (p - 1) / (v m + p - 1) of the closed form
+    assert said["bubble fraction"] == f"{1 / 9:.3f} in lock-step, {1 / 9:.3f} free-running"
+    assert all("\n" not in line for line in table(list(said.items())).splitlines())
+
+
+def test_a_plan_for_thousands_of_ranks_needs_no_devices():
+    config = StepConfig(model=configs.get("k3"), global_batch=2048, microbatches=8, virtual=3)
+    said = dict(plan(TrainStep(config, abstract_mesh(MeshSpec.parse("data=8,pipe=8,expert=32")))))
+    assert said["mesh"].endswith("2048 ranks")
+    assert said["layers per chunk"] == "23 x 4, 1; 3 of 96 slots inactive"
+
+
+def test_numbers_are_short_and_runs_are_folded():
+    assert [short(n) for n in (7, 1500, 2_779_484_393_568)] == ["7", "1.50K", "2.78T"]
+    assert [in_bytes(n) for n in (7, 3 * 2**20, 2**40)] == ["7 bytes", "3.0 MiB", "1.0 TiB"]
+    assert runs([4, 4, 4, 1]) == "3 x 4, 1" and runs(np.array([2]).tolist()) == "2"

@@ -27,9 +27,9 @@ PROG = "train"
 class Options(RunConfig):
     """Train a K3 language model.
 
-    Results go to the workdir: config.json, metrics.jsonl (one object a step) and checkpoints, each of which opens on any
-    mesh. SIGTERM or Ctrl-C ends a run after its current step, with a checkpoint. Exit status: 0 when the run is done
-    or was ended that way, 1 if it failed, 2 if it could not begin.
+    Results go to the workdir: config.json, metrics.jsonl (one object a step) and checkpoints that open on any mesh.
+    SIGTERM or Ctrl-C ends a run after its current step, with a checkpoint. Exit status: 0 when the run is done or was
+    ended that way, 1 if it failed, 2 if it could not begin.
     """
 
     step: Annotated[StepConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepConfig)
@@ -46,13 +46,17 @@ class Options(RunConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line. SystemExit: 1 if the run failed, 2 if it could not begin."""
+    """Run the command line. SystemExit: 1 if the run failed, 2 if it could not begin, 130 if it was interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    with refused():
-        named = model_option(argv)
-        preset = model_named(Options.preset if named is None else named)
-        options = parse(Options, argv, prog=PROG, default=Options(step=StepConfig(model=preset)))
-    train(options)
+    try:
+        with refused():
+            named = model_option(argv)
+            preset = model_named(Options.preset if named is None else named)
+            options = parse(Options, argv, prog=PROG, default=Options(step=StepConfig(model=preset)))
+        train(options)
+    except KeyboardInterrupt:  # before the first step, or twice
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def train(options: Options) -> None:
@@ -66,10 +70,8 @@ def train(options: Options) -> None:
     with refused():
         run = Run(options, planning=options.dry_run)
     show_plan(options, run)
-    if options.dry_run:
-        return
     show_start(run)
-    if run.finished:
+    if options.dry_run or run.finished:
         return
     with stop_on_signals(run.stop), failed(NonFiniteError, OSError):
         with refused():

@@ -186,7 +186,9 @@ def cast_for_compute(config: ModelConfig, params: Params, dtype: jax.typing.DTyp
 # ---- forward -------------------------------------------------------------------------------------------------------------
 
 
-def embed(params: Params, tokens_BT: Int[Array, "B T"], *, num_blocks: int, axes: Axes, dtype: jax.typing.DTypeLike) -> Stream:
+def embed(
+    params: Params, tokens_BT: Int[Array, "B T"], *, num_blocks: int, axes: Axes, dtype: jax.typing.DTypeLike
+) -> Stream:
     """The stream that enters layer 0. Vocabulary rows live on their pipe rank: local lookup, sum over pipe."""
     table_WD = params["table"]
     rows = table_WD.shape[0]
@@ -293,7 +295,7 @@ def run_layer(
     layer: Any,
     dense: Params,
     stream: Stream,
-    bias_E: Float[Array, "E"],
+    bias_E: Float[Array, " E"],
     flags: dict[str, Flag],
     tokens: Tokens,
 ) -> tuple[Stream, MoEStats]:
@@ -324,7 +326,7 @@ def feed_forward(
     layer: Any,
     dense: Params,
     x_BTD: Float[Array, "B T D"],
-    bias_E: Float[Array, "E"],
+    bias_E: Float[Array, " E"],
     which: Flag,
     tokens: Tokens,
 ) -> tuple[Float[Array, "B T D"], MoEStats]:
@@ -346,7 +348,12 @@ def feed_forward(
 
 
 def plain_loss(
-    config: ModelConfig, params: Params, bias: dict[str, Any], batch: Batch, *, dtype: jax.typing.DTypeLike = jnp.float32
+    config: ModelConfig,
+    params: Params,
+    bias: dict[str, Any],
+    batch: Batch,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, ""], dict[str, MoEStats]]:
     """Mean cross entropy of a batch on one device, without schedule or sharding; counts of the mixtures.
 

@@ -60,7 +60,7 @@ def leaf_origins(function: Callable, *args: Any) -> list[Origin]:
         names = frozenset(o.removeprefix("name:") for o in found if isinstance(o, str) and o.startswith("name:"))
         if found and len(names) == len(found):
             origins.append(Origin(names=names))
-        elif len(found) == 1 and isinstance(only := found.pop(), int):
+        elif len(found) == 1 and isinstance(only := next(iter(found)), int):
             origins.append(Origin(input=only))
         else:
             raise ValueError(

@@ -29,7 +29,9 @@ class ActivationPolicy:
         for part in text.split(","):
             pattern, equals, policy = (s.strip() for s in part.partition("="))
             if not equals or not pattern or policy not in POLICIES:
-                raise ValueError(f"activations: {part.strip()!r} is not PATTERN=POLICY with a policy of {', '.join(POLICIES)}")
+                raise ValueError(
+                    f"activations: {part.strip()!r} is not PATTERN=POLICY with a policy of {', '.join(POLICIES)}"
+                )
             rules.append((pattern, policy))
         if rules[-1][0] != "*":
             rules.append(("*", "keep"))
@@ -54,6 +56,4 @@ class ActivationPolicy:
         """The function, whose pullback holds its inputs and the kept names, and recomputes everything else."""
         kept = [name for name in names if self.of(name) == "keep"]
         # Forward and backward are different branches of the executor's loop, so nothing can be merged between them.
-        return jax.checkpoint(
-            function, policy=jax.checkpoint_policies.save_only_these_names(*kept), prevent_cse=False
-        )
+        return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*kept), prevent_cse=False)

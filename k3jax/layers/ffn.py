@@ -77,7 +77,7 @@ class LatentMoE(nnx.Module):
             self.shared = DenseFFN(c, c.shared_width, sharded=False, name="shared", draw=draw)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], bias_E: Float[Array, "E"], tokens: Tokens
+        self, x_BTD: Float[Array, "B T D"], bias_E: Float[Array, " E"], tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], MoEStats]:
         """bias_E: quantile balancing's selection bias, which chooses experts but does not weigh them."""
         c = self.config

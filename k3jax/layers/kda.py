@@ -6,6 +6,7 @@ K3 report section 2.1; Kimi Linear, arXiv:2510.26692.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -78,11 +79,10 @@ class KDA(nnx.Module):
         )
         beta = jax.nn.sigmoid(x32_BTD @ self.beta_proj[...])
 
-        how = dict(segment_ids=tokens.segment_ids, gate_lower_bound=c.gate_lower_bound)
-        if tokens.context_axis is None:
-            o, _ = kda(q, k, v.astype(dtype), g, beta, **how)
-        else:
-            o, _ = kda_context_parallel(q, k, v.astype(dtype), g, beta, axis_name=tokens.context_axis, **how)
+        run = kda
+        if tokens.context_axis is not None:
+            run = functools.partial(kda_context_parallel, axis_name=tokens.context_axis)
+        o, _ = run(q, k, v.astype(dtype), g, beta, segment_ids=tokens.segment_ids, gate_lower_bound=c.gate_lower_bound)
         o = checkpoint_name(o, "kda.o")
         if c.output_gate_rank is None:
             gate = x_BTD @ self.out_gate[...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
@@ -53,7 +54,7 @@ def muon(
             nesterov=nesterov,
             weight_dimension_numbers=shape_of_matrices,
         ),
-        optax.stateless_with_tree_map(lambda u, _: consistent_rms * max(u.shape[-2:]) ** 0.5 * u),
+        optax.stateless_with_tree_map(lambda u, _: consistent_rms * max(jnp.shape(u)[-2:]) ** 0.5 * u),
     )
     return by_group(matrices, learning_rate, weight_decay, groups)
 

@@ -94,7 +94,12 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         loss=vary(jnp.zeros(()), REPLICAS),
     )
     if pullback:
-        carry |= dict(store=slots(no_leaves, schedule.num_slots), d_outputs=mailbox(no_stream), sent_back=no_stream, grads=fp32_zeros(params))
+        carry |= dict(
+            store=slots(no_leaves, schedule.num_slots),
+            d_outputs=mailbox(no_stream),
+            sent_back=no_stream,
+            grads=fp32_zeros(params),
+        )
 
     def idle(slot, v, m, carry):
         return Made(no_leaves, no_counts, no_stream, no_stream, no_grads)
@@ -105,6 +110,7 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         return Made(leaves, counts, stream, no_stream, no_grads)
 
     def backward(slot, v, m, carry):
+        assert pullback is not None
         args = (weights(v), take(carry["inputs"], slot), extras(v, m))
         d_weights, d_stream = pullback.backward(args, take(carry["store"], slot), take(carry["d_outputs"], slot))
         return Made(no_leaves, no_counts, no_stream, d_stream, d_weights)
@@ -258,6 +264,8 @@ def file(box: Tree, content: Tree, slot: jax.Array) -> Tree:
 
 def add_at(total: Tree, index: jax.Array, part: Tree) -> Tree:
     """The total with a part added at one index of the leading dim, in place."""
-    if all(a.shape[0] == 1 for a in jax.tree.leaves(total)):  # XLA drops the update of a whole array, and then copies it
+    if all(
+        a.shape[0] == 1 for a in jax.tree.leaves(total)
+    ):  # XLA drops the update of a whole array, and then copies it
         return jax.tree.map(lambda a, d: a + d.astype(a.dtype)[None], total, part)
     return replace(total, jax.tree.map(lambda a, d: a + d.astype(a.dtype), take(total, index), part), index)

@@ -22,15 +22,15 @@ class Routes(NamedTuple):
     weights_Nk: Float[Array, "N k"]
     """Combine weights; 0 for padding tokens."""
     scores_NE: Float[Array, "N E"]
-    cutoff_N: Float[Array, "N"]
+    cutoff_N: Float[Array, " N"]
     """The (k+1)-th biased score: an expert is chosen when its biased score exceeds it."""
 
 
 def route(
     x_ND: Float[Array, "N D"],
     router_DE: Float[Array, "D E"],
-    bias_E: Float[Array, "E"],
-    real_N: Bool[Array, "N"],
+    bias_E: Float[Array, " E"],
+    real_N: Bool[Array, " N"],
     *,
     k: int,
     scaling: float,
@@ -55,7 +55,7 @@ def route(
     )
 
 
-def histogram(routes: Routes, bias_E: Float[Array, "E"], real_N: Bool[Array, "N"], *, bins: int) -> Int[Array, "E B"]:
+def histogram(routes: Routes, bias_E: Float[Array, " E"], real_N: Bool[Array, " N"], *, bins: int) -> Int[Array, "E B"]:
     """Counts of cutoff - score per expert, in uniform bins over [min bias - 1, max bias + 1]; padding is not counted."""
     E = bias_E.shape[0]
     low, width = bin_edges(bias_E, bins)
@@ -72,7 +72,7 @@ def bin_edges(bias_E: jax.Array, bins: int) -> tuple[jax.Array, jax.Array]:
     return low, (bias_E.max(-1) + 1.0 - low) / bins
 
 
-def balanced_bias(histogram_EB: Int[Array, "E B"], bias_E: Float[Array, "E"], *, k: int) -> Float[Array, "E"]:
+def balanced_bias(histogram_EB: Int[Array, "E B"], bias_E: Float[Array, " E"], *, k: int) -> Float[Array, " E"]:
     """Bias for the next step: the k/E quantile of cutoff - score per expert, mean-centred.
 
     With m tokens counted the quantile is the ⌈m k / E⌉-th smallest margin, found to within one bin (linear inside it):

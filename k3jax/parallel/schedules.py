@@ -58,21 +58,21 @@ class Schedule:
         return (FORWARD,) if self.name == "forward" else (FORWARD, BACKWARD)
 
     @property
-    def embed_forward(self) -> Int32[np.ndarray, "ticks"]:
+    def embed_forward(self) -> Int32[np.ndarray, " ticks"]:
         """Microbatch whose chunk 0 runs forward in this tick (on stage 0), or -1: embed it before the operation."""
         return self._microbatch_of(FORWARD, 0)
 
     @property
-    def head(self) -> Int32[np.ndarray, "ticks"]:
+    def head(self) -> Int32[np.ndarray, " ticks"]:
         """Microbatch whose last chunk runs forward in this tick (on the last stage), or -1: the head runs after it."""
         return self._microbatch_of(FORWARD, self.chunks - 1)
 
     @property
-    def embed_backward(self) -> Int32[np.ndarray, "ticks"]:
+    def embed_backward(self) -> Int32[np.ndarray, " ticks"]:
         """Microbatch whose chunk 0 runs backward in this tick (on stage 0), or -1: embedding's backward follows."""
         return self._microbatch_of(BACKWARD, 0)
 
-    def _microbatch_of(self, kind: int, chunk: int) -> Int32[np.ndarray, "ticks"]:
+    def _microbatch_of(self, kind: int, chunk: int) -> Int32[np.ndarray, " ticks"]:
         row = self.table[:, chunk % self.stages]
         return np.where((row[:, 0] == kind) & (row[:, 1] == chunk), row[:, 2], np.int32(-1))
 
@@ -81,7 +81,7 @@ class Schedule:
         for tick, stage in np.argwhere(self.table[:, :, 0] != IDLE).tolist():
             yield tick, stage, *self.table[tick, stage].tolist()
 
-    def in_flight(self) -> Int[np.ndarray, "stages"]:
+    def in_flight(self) -> Int[np.ndarray, " stages"]:
         """Most chunk activations each stage holds at once, from a forward until its backward has run.
 
         Under 1F1B in lock-step 2 (stages - s) - 1 + (virtual - 1) stages on stage s, given enough microbatches; 1 when

@@ -8,7 +8,6 @@ import jax
 
 from meshes import AXES, MeshSpec, require_devices
 
-
 _FILL = re.compile("=-1(?=,|$)")
 
 

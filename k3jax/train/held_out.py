@@ -18,7 +18,6 @@ def held_out_batches(corpus: Corpus, size: int) -> list[Batch]:
     whole = number * size >= total
     batches = []
     for i in range(number):
-        stretch = corpus.batches("held_out", size, i * size if whole else i * (total - size) // (number - 1))
-        batches.append(next(stretch))
-        stretch.close()
+        position = i * size if whole else i * (total - size) // (number - 1)
+        batches.append(next(corpus.batches("held_out", size, position)))
     return batches

@@ -20,7 +20,7 @@ class MetricsLog:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         cut_torn_line(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115: closed by close()
+        self._file = open(self.path, "a", encoding="utf-8")
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one object. It survives the end of this process; `sync` makes it survive the machine's.
@@ -54,7 +54,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The metrics of every step in order of steps; of a step that ran again, the later ones. Ignores a torn last line."""
+    """The metrics of every step, in order; of a step that ran again the later ones. A torn last line is left out."""
     last: dict[int, dict[str, Any]] = {}
     with open(path, encoding="utf-8") as file:
         for line in file:

@@ -1,6 +1,6 @@
 """A training run from the first check to the last checkpoint.
 
-`Run(config)` checks everything and writes nothing, `load` makes or restores the state and opens the work directory,
+`Run(config)` checks everything and writes nothing, `load` makes or restores the state and writes config.json,
 `compile` compiles, `train` runs the steps. `run(config)` does all of it.
 """
 
@@ -119,7 +119,7 @@ class Run:
     # ---- load -----------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Make or restore the state, then open the work directory. Raises as `run`."""
+        """Make or restore the state, then put the configuration into the work directory. Raises as `run`."""
         self.checkpoints = Checkpoints(self.workdir / workdir.CHECKPOINTS, self.train_step, keep=self.config.keep)
         self._position, self._saved = 0, None
         if self.resumed and self.resumed.step is not None:
@@ -132,16 +132,17 @@ class Run:
             self.state = self.state._replace(params=other.restore_weights(self.weights.step))
         self._skipped = int(self.state.skipped)
         told = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(RunConfig)}
-        workdir.write_config(self.workdir, told | {"mesh": str(self.spec), "step": dataclasses.asdict(self.config.step)})
-        self.log = MetricsLog(self.workdir / workdir.METRICS)
+        told |= {"mesh": str(self.spec), "step": dataclasses.asdict(self.config.step)}
+        workdir.write_config(self.workdir, told)
 
     # ---- compile --------------------------------------------------------------------------------------------------
 
     def compile(self) -> tuple[float, float]:
         """Compile the step, and the evaluation if there is one; returns the seconds of tracing and of compiling."""
         begun = time.perf_counter()
-        shape = (self.config.step.global_batch, self.config.step.seq_len)
-        batch = self.train_step.place(Batch(*[np.zeros(shape, np.int32)] * 3))
+        size, seq_len = self.config.step.global_batch, self.config.step.seq_len
+        nothing: Any = np.zeros((size, seq_len), np.int32)
+        batch = self.train_step.place(Batch(nothing, nothing, nothing))
         step = self.train_step.step.lower(self.state, batch)
         evaluate = self.train_step.evaluate.lower(self.state, batch) if self.config.eval_every else None
         traced = time.perf_counter()
@@ -149,7 +150,7 @@ class Run:
         self._held_out: list[Batch] = []
         if evaluate:
             self._evaluate = evaluate.compile()
-            self._held_out = [on_host(batch) for batch in held_out_batches(self.corpus, shape[0])]
+            self._held_out = [on_host(batch) for batch in held_out_batches(self.corpus, size)]
         return traced - begun, time.perf_counter() - traced
 
     # ---- train ----------------------------------------------------------------------------------------------------
@@ -164,6 +165,7 @@ class Run:
         self._on_step = on_step or (lambda metrics: None)
         self._in_flight: InFlight | None = None
         self._clock = 0.0
+        self._log = MetricsLog(self.workdir / workdir.METRICS)
         step = self.start
         batches = self.corpus.batches("train", self.config.step.global_batch, self._position)
         try:
@@ -175,10 +177,10 @@ class Run:
                 if step % self.config.checkpoint_every == 0:
                     self._save(step)
             self._save(step)
-            self.checkpoints.wait()
         finally:
-            batches.close()
-            self.log.close()
+            del batches  # ends its thread
+            self._log.close()
+            self.checkpoints.wait()
         stopped_by = self.stopped_by if step < self.config.step.steps else None
         return RunResult(self.workdir, step, self._logged, self.unigram_entropy, stopped_by)
 
@@ -201,7 +203,7 @@ class Run:
     def _save(self, step: int) -> None:
         """Save the state, unless this very step was saved; first the metrics of all its steps reach the disk."""
         self._settle()
-        self.log.sync()
+        self._log.sync()
         if step != self._saved:
             about = {"position": self._position, "fingerprint": self.corpus.fingerprint, "data": self.config.data}
             self.checkpoints.save(step, self.state, about)
@@ -224,37 +226,42 @@ class Run:
         }
         if evaluate:
             metrics["eval_loss"] = self._held_out_loss()
-        self.log.write(metrics)
+        self._log.write(metrics)
         self._logged.append(metrics)
         self._on_step(metrics)
         if not values["finite"] and self.config.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; "
-                f"{self._not_finite(values['grad_squares'])}; {self._last_saved()}"
+                f"{self._not_finite(values['grad_finite'])}; {self._last_saved()}"
             )
 
     def _held_out_loss(self) -> float:
         """Mean loss in nats over the targets of the held-out batches; changes nothing."""
         sums = [jax.device_get(self._evaluate(self.state, self.train_step.place(batch))) for batch in self._held_out]
-        losses, targets = np.sum(sums, axis=0, dtype=np.float64)
-        return float(losses / targets)
+        return sum(float(loss) for loss, _ in sums) / sum(int(targets) for _, targets in sums)
 
-    def _not_finite(self, grad_squares: np.ndarray) -> str:
+    def _not_finite(self, grad_finite: np.ndarray) -> str:
         """Which parameters have a gradient that is not finite, and how they are trained."""
         groups = jax.tree.leaves(
             parameter_groups(self.train_step.state_shapes.params), is_leaf=lambda x: isinstance(x, Group)
         )
-        named = zip(self.train_step.param_names, groups, grad_squares, strict=True)
-        bad = [f"{name} ({group.label})" for name, group, square in named if not math.isfinite(square)]
+        named = zip(self.train_step.param_names, groups, grad_finite, strict=True)
+        bad = [f"{name} ({group.label})" for name, group, finite in named if not finite]
         if not bad:
             return "all gradients are finite"
-        return f"not finite in {len(bad)} of {len(grad_squares)} parameters: {', '.join(bad[:4])}{', ...' * (len(bad) > 4)}"
+        first = ", ".join([*bad[:4], *["..."] * (len(bad) > 4)])
+        return f"not finite in {len(bad)} of {len(grad_finite)} parameters: {first}"
 
     def _last_saved(self) -> str:
-        """The last good checkpoint, once it is on disk."""
-        self.checkpoints.wait()
+        """What there is to resume from, once it is on disk."""
+        try:
+            self.checkpoints.wait()
+        except OSError as failure:
+            return str(failure)
         return "no checkpoint was saved" if self._saved is None else f"the last checkpoint is step {self._saved}"
 
 
 def on_host(batch: data.Batch) -> Batch:
-    return Batch(batch.tokens, batch.targets, batch.segment_ids)
+    """What the model takes of a batch, still in host memory."""
+    arrays: tuple[Any, ...] = (batch.tokens, batch.targets, batch.segment_ids)
+    return Batch(*arrays)

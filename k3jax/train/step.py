@@ -116,7 +116,7 @@ class TrainStep:
         c, layout = self.config, self.layout
         params, balance = self.state_shapes.params, self.state_shapes.balance
         only = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), tree)
-        batch = Batch(*(jax.ShapeDtypeStruct((1, c.seq_len), jnp.int32),) * 3)
+        batch = Batch._make([jax.ShapeDtypeStruct((1, c.seq_len), jnp.int32)] * 3)
         flags = {name: jax.ShapeDtypeStruct(table.shape[2:], jnp.int32) for name, table in layout.flag_tables.items()}
         weights = {"chunk": only(params["chunks"]), "dense": params["dense"]}
         stream = jax.eval_shape(
@@ -133,11 +133,10 @@ class TrainStep:
         zero = lambda: jnp.zeros((), jnp.int32)
         return TrainState(zero(), params, self.optimizer.init(params), balance, zero())
 
-    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         out = self._gradients(state.params, state.balance, batch)
-        squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(out.grads)])
-        norm = jnp.sqrt(squares.sum())
-        clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-30)), out.grads)
+        norm = global_norm(out.grads)
+        clipped = clip_by_norm(out.grads, norm, self.config.clip_norm)
         updates, opt_state = self.optimizer.update(clipped, state.opt_state, state.params)
         new_bias = functools.partial(balanced_bias, k=self.config.model.experts_per_token)
         balance = {
@@ -162,12 +161,12 @@ class TrainStep:
             tokens=out.tokens,
             moe_rows_max_over_mean=out.rows_max_over_mean,
             finite=finite,
-            grad_squares=squares,
+            grad_finite=jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(out.grads)]),
         )
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        specs = Gradients(P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P())
+        specs = Gradients._make([P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
         return self._sharded(local, specs)(params, balance, self._flags(), batch)
 
@@ -185,7 +184,7 @@ class TrainStep:
         return self._sharded(local, (P(), P()))(state.params, state.balance, self._flags(), batch)
 
     def _sharded(self, function, out_specs):
-        in_specs = (self.specs, {"chunks": STACKED}, STACKED, Batch(TOKENS, TOKENS, TOKENS))
+        in_specs = (self.specs, {"chunks": STACKED}, STACKED, Batch._make([TOKENS] * 3))
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def _flags(self) -> dict[str, jax.Array]:
@@ -225,7 +224,15 @@ class TrainStep:
         def chunk(weights, stream, extras):
             bias, slot_flags, tokens = extras
             return lm.chunk(
-                config, self.layout, weights, stream, bias, slot_flags, tokens, axes=AXES_OF_MODEL, checkpoint=checkpoint
+                config,
+                self.layout,
+                weights,
+                stream,
+                bias,
+                slot_flags,
+                tokens,
+                axes=AXES_OF_MODEL,
+                checkpoint=checkpoint,
             )
 
         def extras(v, m):
@@ -260,6 +267,16 @@ def rows_max_over_mean(rows: jax.Array) -> jax.Array:
         ranks *= lax.axis_size(axis)
     ratio = jnp.where(total > 0, most * ranks / jnp.maximum(total, 1), 1.0)
     return lax.pmax(ratio.max(), "pipe")
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """Euclidean norm over all elements of logical arrays: each counts once, however it is sharded or replicated."""
+    return optax.tree.norm(grads)
+
+
+def clip_by_norm(grads: Any, norm: jax.Array, limit: float) -> Any:
+    """The gradients, scaled down to `limit` if their norm exceeds it."""
+    return jax.tree.map(lambda g: jnp.where(norm > limit, g * (limit / norm), g), grads)
 
 
 def learning_rate_schedule(config: StepConfig) -> optax.Schedule:

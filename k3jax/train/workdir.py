@@ -32,7 +32,7 @@ def check(path: Path, *, resume: bool) -> None:
     held = [name for name in (CONFIG, METRICS, CHECKPOINTS) if (path / name).exists()]
     if held and not resume:
         raise ValueError(
-            f"workdir {path} already holds a run ({', '.join(held)}): continue it with --resume, or name another workdir"
+            f"workdir {path} already holds a run ({', '.join(held)}): continue it with --resume, or name another one"
         )
 
 

@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from k3jax import configs
 from k3jax.optim.groups import Group, parameter_groups
@@ -15,7 +16,6 @@ from k3jax.train.devices import abstract_mesh
 from k3jax.train.plan import bytes_per_rank, in_bytes, plan, runs, short, table
 from k3jax.train.step import TrainStep
 from meshes import MeshSpec
-import tiny
 
 
 def planned(mesh: str, **changes) -> dict[str, str]:

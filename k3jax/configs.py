@@ -139,7 +139,7 @@ class ModelConfig:
 
 
 PRESETS = {
-    "nano": ModelConfig(name="nano", pattern="KM"),
+    "nano": ModelConfig(name="nano", num_layers=7, pattern="KM"),
     "mini": ModelConfig(
         name="mini",
         vocab_size=512,

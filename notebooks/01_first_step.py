@@ -78,7 +78,8 @@ assert [device.id for device in mesh.devices.flat] == [device.id for device in j
 mesh
 
 # %% [markdown]
-# **Change it:** give `context` a 2 and `data` a 1. Which column stays as it was?
+# **Change it:** give `context` a 2 and `data` a 1. Groups keep their sizes and get other members: to a parameter, both
+# axes are only more replicas.
 #
 # ## The model: layers in slots
 #
@@ -176,7 +177,9 @@ for chunks_per_stage in (1, 3):
 temporary = tempfile.TemporaryDirectory()
 config = RunConfig(
     mesh=str(spec),
-    step=StepConfig(model=model, virtual=virtual, global_batch=16, seq_len=64, microbatches=4, steps=20),
+    step=StepConfig(
+        model=model, virtual=virtual, global_batch=16, seq_len=64, microbatches=4, steps=20, learning_rate=0.02
+    ),
     workdir=str(Path(temporary.name, "run")),
 )
 run = Run(config)
@@ -202,7 +205,7 @@ def show(metrics):
 begun = time.perf_counter()
 result = run.train(show)
 print(f"{result.step} steps in {time.perf_counter() - begun:.1f} s")
-assert result.losses[-1] < result.losses[0] - 1, "twenty steps must take the loss down by more than a nat"
+assert result.losses[-1] < result.unigram_entropy, "twenty steps are enough to beat a model that ignores its input"
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -210,6 +213,7 @@ axes.plot([metrics["step"] for metrics in result.metrics], result.losses, marker
 axes.axhline(np.log(model.vocab_size), linestyle=":", color="grey", label="uniform over the vocabulary")
 axes.axhline(result.unigram_entropy, linestyle="--", color="grey", label="unigram entropy of the data")
 axes.set(xlabel="step", ylabel="loss (nats)")
+axes.set_xticks(range(0, result.step + 1, 5))
 axes.legend()
 plt.show()
 result.metrics[-1]

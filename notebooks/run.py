@@ -1,14 +1,14 @@
-"""Check and execute every notebook: `python notebooks/run.py [NAME …]`; `--write` makes the .ipynb files from the .py files.
+"""Check and execute notebooks: `python notebooks/run.py [NAME …]`; with --write make the .ipynb of each from its .py.
 
 A notebook is a pair: NAME.py (jupytext, percent format), which is edited and reviewed, and NAME.ipynb, which opens
 everywhere. Both must hold the same cells, and the .ipynb no outputs. Each is executed headless, in a kernel of its own,
-with an empty temporary directory as its working directory, home of Jupyter and of Matplotlib; what it leaves there is an
-error.
+in an empty temporary directory; what it leaves there is an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -49,7 +49,7 @@ def scripts(names: list[str]) -> list[Path]:
         sys.exit(f"no notebook {', '.join(sorted(unknown))} in {HERE}; there are {', '.join(p.stem for p in every)}")
     lonely = {path.stem for path in HERE.glob("*.ipynb")} - {path.stem for path in every}
     if lonely:
-        sys.exit(f"{', '.join(sorted(lonely))}.ipynb without its .py: run jupytext --set-formats ipynb,py:percent on it")
+        sys.exit(f"no .py for {', '.join(sorted(lonely))}: run jupytext --set-formats ipynb,py:percent NAME.ipynb")
     return [path for path in every if not names or path.stem in names]
 
 
@@ -73,7 +73,7 @@ def difference(script: Path) -> str | None:
         return f"{path.name} is not paired: run jupytext --set-formats ipynb,py:percent {path.name}"
     here, there = ([(cell.cell_type, cell.source) for cell in n.cells] for n in (paired(script), notebook))
     if here != there:
-        first = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+        first = next(i for i, (a, b) in enumerate(itertools.zip_longest(here, there)) if a != b)
         return f"cell {first} differs from {path.name}'s: run jupytext --sync {script.name}"
     if any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells):
         return f"{path.name} holds outputs: clear them, or run python notebooks/run.py --write"

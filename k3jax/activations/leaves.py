@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
 
 TRANSPARENT = frozenset(
@@ -53,7 +54,7 @@ def leaf_origins(function: Callable, *args: Any) -> list[Origin]:
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     origins = []
     for index, var in enumerate(closed.jaxpr.outvars):
-        if var in constants and not isinstance(constants[var], jax.core.Tracer):
+        if var in constants and not isinstance(constants[var], Tracer):
             origins.append(Origin(constant=constants[var]))
             continue
         found = set(walk(closed.jaxpr, var)) - {"zeros"}

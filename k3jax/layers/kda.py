@@ -38,8 +38,8 @@ class KDA(nnx.Module):
         self.k_proj = param(draw.normal(std, H, D, K))
         self.v_proj = param(draw.normal(std, H, D, V))
         bound = c.conv_width**-0.5
-        for name, dim in (("q_conv", K), ("k_conv", K), ("v_conv", V)):
-            setattr(self, name, param(draw.uniform(-bound, bound, c.conv_width, H, dim), fp32=True))
+        filters = lambda dim: param(draw.uniform(-bound, bound, c.conv_width, H, dim), fp32=True)
+        self.q_conv, self.k_conv, self.v_conv = filters(K), filters(K), filters(V)
         self.beta_proj = param(draw.normal(std, D, H), fp32=True)
         self.gate_down = param(draw.normal(std, D, c.gate_rank), fp32=True)
         self.gate_up = param(draw.normal(std, c.gate_rank, H * K), fp32=True)

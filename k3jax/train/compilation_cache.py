@@ -13,7 +13,7 @@ def use_compilation_cache() -> Path | None:
 
     A directory that the user gave to JAX (JAX_COMPILATION_CACHE_DIR) stays in use. Returns the directory, or None if it
     cannot be written or JAX_ENABLE_COMPILATION_CACHE is off. The key is the program with its compiler options and the
-    version and devices of JAX; an entry that a crash cut short does not load and is compiled again.
+    version and devices of JAX. An entry that a crash cut short is compiled again, with a warning, until it is deleted.
     """
     if not jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
         return None

@@ -238,7 +238,7 @@ class Run:
     def _held_out_loss(self) -> float:
         """Mean loss in nats over the targets of the held-out batches; changes nothing."""
         sums = [jax.device_get(self._evaluate(self.state, self.train_step.place(batch))) for batch in self._held_out]
-        return sum(float(loss) for loss, _ in sums) / sum(int(targets) for _, targets in sums)
+        return sum(float(loss) for loss, _ in sums) / max(1, sum(int(targets) for _, targets in sums))
 
     def _not_finite(self, grad_finite: np.ndarray) -> str:
         """Which parameters have a gradient that is not finite, and how they are trained."""

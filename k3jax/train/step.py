@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from k3jax import model as lm
@@ -63,15 +63,18 @@ class Gradients(NamedTuple):
     """Rows of the busiest rank over the mean rank's, in the worst MoE layer."""
 
 
-def make_train_step(config: StepConfig, mesh: Mesh) -> TrainStep:
-    """The step on this mesh; ValueError if configuration and mesh do not fit. Nothing is compiled yet."""
+def make_train_step(config: StepConfig, mesh: Mesh | AbstractMesh) -> TrainStep:
+    """The step on this mesh; ValueError if configuration and mesh do not fit. Nothing is compiled yet.
+
+    An abstract mesh is enough for shapes, shardings and tracing.
+    """
     return TrainStep(config, mesh)
 
 
 class TrainStep:
     """`init`, `step`, `evaluate` and `gradients` for one configuration on one mesh."""
 
-    def __init__(self, config: StepConfig, mesh: Mesh):
+    def __init__(self, config: StepConfig, mesh: Mesh | AbstractMesh):
         self.config, self.mesh = config, mesh
         self.resolved = config.resolve(MeshSpec(**{axis: mesh.shape[axis] for axis in AXES}))
         self.layout = self.resolved.layout

@@ -18,7 +18,7 @@ STEPS = 6
 MODEL = dataclasses.replace(
     tiny.MODEL, vocab_size=320, pattern="K", num_layers=4, attn_res_block=None, dense_layers=0, gate_lower_bound=None
 )
-STEP = dataclasses.replace(tiny.STEP, model=MODEL, steps=STEPS)
+STEP = dataclasses.replace(tiny.STEP, model=MODEL, steps=STEPS, global_batch=8, microbatches=2, seq_len=24)
 
 
 def config_for(files: Path, workdir: Path, **changes) -> RunConfig:

@@ -212,18 +212,17 @@ def test_kill_minus_nine_on_eight_ranks_changes_no_loss(options, tmp_path):
 def test_ten_kills_at_random_moments_change_no_loss(options, tmp_path):
     argv = [*options, EIGHT, "--steps=40", "--checkpoint-every=5"]
     finish(command(argv, f"--workdir={tmp_path / 'whole'}"))
-    draw, kills = random.Random(0), 0
     argv += [f"--workdir={tmp_path / 'broken'}", "--resume"]
-    while kills < 10:
+    draw = random.Random(0)
+    # After so many steps and a little more: before the first, between checkpoints, while one is being saved. None comes
+    # far enough for the run to end.
+    for steps in (0, 7, 3, 11, 1, 9, 5, 6, 2, 5):
         run = command(argv)
-        try:
-            run.communicate(timeout=draw.uniform(1, 20))  # somewhere between import and the last save
-        except subprocess.TimeoutExpired:
-            run.kill()
-            run.communicate()
-            kills += 1
-        else:
-            break
-    if run.returncode != 0:
-        finish(command(argv))
+        assert run.stderr is not None
+        assert all(run.stderr.readline().startswith("step ") for _ in range(steps))
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(timeout=draw.uniform(0, 0.1 if steps else 8))
+        run.kill()
+        run.communicate()
+    finish(command(argv))
     assert without_speed(tmp_path / "broken") == without_speed(tmp_path / "whole")

@@ -85,7 +85,7 @@ def test_bytes_are_those_that_a_device_holds():
 
 @pytest.mark.quick
 def test_plan_says_where_layers_and_microbatches_are():
-    said = planned("data=2,pipe=2,expert=2", virtual=2, global_batch=32, microbatches=4)
+    said = planned("data=2,pipe=2,expert=2", virtual=2, global_batch=32, microbatches=4, seq_len=24)
     assert said["mesh"] == "data=2,pipe=2,expert=2,context=1, 8 ranks"
     assert said["stages"] == "2 with 2 virtual, 4 chunks"
     assert said["layers per chunk"] == "3 x 2, 1; 1 of 8 slots inactive"  # K M | K M | K M | . M

@@ -219,9 +219,10 @@ plt.show()
 result.metrics[-1]
 
 # %% [markdown]
-# **Change it:** another mesh with the same seed, batch and microbatches gives the same losses up to rounding. So does
-# `activations="*=recompute"`, which stores only what recomputation starts from. These are the names that a policy can
-# address; `"kda.*=recompute"` drops some of them.
+# **Change it:** another mesh with the same seed, batch and microbatches gives the same first losses, to rounding. Later
+# ones drift apart, because a rounding error can flip a near tie in the router. `activations="*=recompute"`, which stores
+# only what recomputation starts from, changes nothing. These are the names that a policy can address;
+# `"kda.*=recompute"` recomputes some of them.
 
 # %%
 print(*sorted(run.train_step.activation_names))

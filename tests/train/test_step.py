@@ -158,4 +158,5 @@ def test_initial_weights_do_not_depend_on_the_mesh():
         step = tiny.train_step(mesh, virtual=virtual)
         got = tiny.by_layer(tiny.MODEL, step.layout, step.init().params)
         assert got.keys() == want.keys()
-        assert all((got[name] == want[name]).all() for name in want)
+        for name in want:  # the same random bits; their transform to normal numbers may round differently
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-6, atol=1e-8, err_msg=name)

@@ -1,0 +1,99 @@
+"""Rules of the step that parity alone does not show: one denominator, one bias update, lean loops."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from k3jax.model import Batch
+from k3jax.parallel.layout import StackLayout
+
+# One KDA and one MLA layer with experts: what a rule of the step needs, and quick to compile.
+SMALL = dataclasses.replace(tiny.MODEL, num_layers=2, attn_res_block=None, dense_layers=0, num_experts=4)
+STEP = dataclasses.replace(tiny.STEP, model=SMALL, seq_len=8, global_batch=4)
+
+
+def one_target_batch() -> Batch:
+    """One real target in the first sequence, seven in the last, none elsewhere."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 32, (4, 8)).astype(np.int32)
+    targets = np.full((4, 8), -1, np.int32)
+    targets[0, 5] = 3
+    targets[3, :7] = tokens[3, 1:]
+    return Batch(tokens, targets, np.zeros((4, 8), np.int32))
+
+
+@functools.cache
+def rare_targets(mesh: str) -> tuple[float, dict[str, np.ndarray]]:
+    step = tiny.train_step(mesh, dataclasses.replace(STEP, microbatches=1))
+    state = step.init()
+    out = step.gradients(state.params, state.balance, step.place(one_target_batch()))
+    return float(out.loss), tiny.by_layer(SMALL, step.layout, out.grads)
+
+
+@pytest.mark.parametrize("mesh", ["context=4", "data=2"])
+def test_loss_and_gradients_divide_by_the_global_count_of_targets(mesh):
+    """Shards that divide by their own count give a half of the gradient, or a quarter, where targets are rare."""
+    want_loss, want = rare_targets("data=1")
+    loss, grads = rare_targets(mesh)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert np.log(32) / 2 < loss < 2 * np.log(32)  # a mean over targets, not over tokens
+    for name, right in want.items():
+        # float32 rounding of tiny gradients; a wrong denominator is off by a factor
+        assert np.linalg.norm(grads[name] - right) <= 3e-4 * np.linalg.norm(right), name
+
+
+def test_balancing_moves_once_a_step_also_under_recomputation_and_never_in_evaluation():
+    """Counts doubled by recomputation, or a bias that moves per microbatch or in evaluation, would show here."""
+    after = {}
+    for policy in ("*=keep", "*=recompute"):
+        step = tiny.train_step("data=2", STEP, activations=policy)
+        batch = step.place(tiny.batch(STEP))
+        state = step.init()
+        before = jax.tree.map(np.asarray, state.balance)
+        step.evaluate(state, batch)
+        jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.balance))
+        counts = step.gradients(state.params, state.balance, batch).histograms
+        real = int((tiny.batch(STEP).tokens >= 0).sum())
+        assert all((np.asarray(c).sum(-1) == real).all() for c in counts.values())
+        state, _ = step.step(state, batch)
+        after[policy] = jax.tree.map(np.asarray, state.balance)
+    jax.tree.map(np.testing.assert_array_equal, after["*=keep"], after["*=recompute"])
+    biases = np.concatenate([b.reshape(-1, 4) for b in jax.tree.leaves(after["*=keep"])])
+    assert np.abs(biases.mean(-1)).max() < 1e-6 and np.abs(biases).max() > 1e-3
+
+
+def loop_copies(hlo: str) -> list[tuple[int, ...]]:
+    """Shapes of the copies in bodies of while loops."""
+    bodies, shapes, computation = set(re.findall(r"body=%?([\w.\-]+)", hlo)), [], ""
+    for line in hlo.splitlines():
+        if opened := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            computation = opened.group(1)
+        copied = re.search(r"= \w+\[([\d,]*)\]\S* copy\(", line)
+        if copied and computation in bodies:
+            shapes.append(tuple(int(n) for n in copied.group(1).split(",") if n))
+    return shapes
+
+
+def test_the_loop_copies_no_store_and_no_sum_of_gradients():
+    """A store or a gradient sum that XLA copies whole in every tick triples the time of a step."""
+    for virtual in (1, 2):
+        config = dataclasses.replace(STEP, model=dataclasses.replace(SMALL, num_layers=4 * virtual), microbatches=4)
+        step = tiny.train_step("pipe=2", config, virtual=virtual)
+        state = step.state_shapes
+        batch = step.place(tiny.batch(config))
+        hlo = step.gradients.lower(state.params, state.balance, batch).compile().as_text()
+        slots = step.resolved.schedule.num_slots
+        gradient_sums = {a.shape[1:] for a in jax.tree.leaves(state.params["chunks"])}
+        copies = loop_copies(hlo)
+        assert not [shape for shape in copies if shape in gradient_sums]
+        assert not [shape for shape in copies if len(shape) > 2 and shape[0] in (slots, slots + 1)], copies
+
+
+def test_layout_of_small_model_has_no_idle_slots():
+    """The rules above are tested on real layers only."""
+    assert StackLayout(SMALL).num_inactive == 0

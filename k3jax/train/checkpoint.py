@@ -71,7 +71,7 @@ class Checkpoints:
         # As text and back: what is not JSON shows before anything is written, and the caller may change `extra` later.
         about = json.loads(json.dumps({**described(self._step.config), "extra": extra, "arrays": arrays}))
         records = nested(self.form.to_records(state))
-        if step_directory.problem(self.directory, step, digests=False) is None:
+        if step_directory.problem(self.directory, step) is None:
             raise FileExistsError(f"step {step} is already saved in {self.directory}: resume from it")
         try:
             path = step_directory.incomplete(self.directory, step) / STATE

@@ -96,7 +96,7 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if jax.process_index() == 0:
             step_directory.complete(self.directory, step, about)
-            step_directory.prune(self.directory, self.keep)
+            step_directory.prune(self.directory, self.keep, step)
 
     def _failed(self, step: int, error: Exception) -> OSError:
         reason = str(error).partition(" [tensorstore_spec=")[0]

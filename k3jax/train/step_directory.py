@@ -47,9 +47,12 @@ def complete(directory: Path, step: int, about: dict[str, Any]) -> None:
     sync_folder(directory)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` whole steps, and what interrupted saves left behind."""
-    whole = [step for step in steps(directory) if problem(directory, step, digests=False) is None]
+def prune(directory: Path, keep: int, newest: int) -> None:
+    """Delete all but the newest `keep` whole steps up to the one just saved, and what interrupted saves left behind.
+
+    Later steps are not counted: a run that goes on before them found them damaged, or was told to start over.
+    """
+    whole = [step for step in steps(directory) if step <= newest and problem(directory, step, digests=False) is None]
     for step in whole[keep:]:
         (directory / str(step)).rename(incomplete(directory, step))
     for path in directory.glob("*.incomplete"):

@@ -113,3 +113,34 @@ def test_clipping_counts_every_element_once():
     np.testing.assert_allclose(clipped["w"], 0.25, rtol=1e-6)
     untouched = jax.jit(clip_by_norm, static_argnums=2)(grads, norm, 10.0)
     np.testing.assert_array_equal(untouched["w"], grads["w"])
+
+
+@pytest.mark.quick
+def test_muon_equals_optax_over_ten_steps():
+    shapes = {"a": (8, 12), "b": (3, 12, 8)}
+    params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    dims = optax.contrib.MuonDimensionNumbers
+    theirs = optax.contrib.muon(0.1, consistent_rms=0.2, muon_weight_dimension_numbers={"a": dims(0, 1), "b": dims(1, 2)})
+    run = lambda optimizer: run_steps(optimizer, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), run(muon(0.1)), run(theirs))
+
+
+def run_steps(optimizer, params):
+    state = jax.jit(optimizer.init)(params)
+    update = jax.jit(optimizer.update)
+    for step in range(10):
+        keys = jax.random.split(jax.random.key(step), len(params))
+        grads = {name: jax.random.normal(key, params[name].shape) for name, key in zip(params, keys, strict=True)}
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-8, 1e15, 1e20])
+def test_updates_do_not_depend_on_the_scale_of_a_gradient(scale):
+    """An expert that is rarely chosen has small gradients; it must not stop learning unnoticed."""
+    grad = jax.random.normal(jax.random.key(2), (16, 24))
+    update = lambda g: updates_of(muon(1.0), {"w": g * 0}, {"w": g})["w"]
+    np.testing.assert_allclose(update(grad * scale), update(grad), atol=1e-5)
+    assert not np.asarray(update(grad * 0)).any()

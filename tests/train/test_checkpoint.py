@@ -229,9 +229,9 @@ def test_old_steps_go_only_after_the_new_one_is_whole(copy, monkeypatch):
     checkpoints = Checkpoints(copy.directory, train_step(*SAVED_ON), keep=2)
     state, seen = fill(train_step(*SAVED_ON), seed=1), []
 
-    def watched(directory, keep):
+    def watched(directory, keep, newest):
         seen.append([s for s in step_directory.steps(directory) if not step_directory.problem(directory, s)])
-        prune(directory, keep)
+        prune(directory, keep, newest)
 
     prune = step_directory.prune
     monkeypatch.setattr(step_directory, "prune", watched)
@@ -335,7 +335,7 @@ step_directory.begin(directory, 4)
 (step_directory.incomplete(directory, 4) / "state").mkdir()
 (step_directory.incomplete(directory, 4) / "state" / "data").write_text("four" * 99)
 step_directory.complete(directory, 4, {"extra": 4})
-step_directory.prune(directory, 1)
+step_directory.prune(directory, 1, 4)
 """
 
 
@@ -357,7 +357,7 @@ def test_a_kill_at_any_step_of_completion_leaves_one_whole_step(tmp_path):
             step_directory.begin(directory, 4)
             step_directory.complete(directory, 4, {"extra": 5})
             assert step_directory.latest_whole(directory) == (4, [])
-        step_directory.prune(directory, 1)
+        step_directory.prune(directory, 1, 4)
         assert [path.name for path in directory.iterdir()] == ["4"]
     # Seen from outside, one moment decides.
     assert outcomes == sorted(outcomes) and outcomes.count(2) > 3 and outcomes.count(4) > 3 and run.returncode == 0
@@ -367,3 +367,16 @@ def test_a_manifest_of_another_format_says_so(copy):
     manifest = copy.directory / "2" / "checkpoint.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
     assert copy.latest_whole() == (None, [f"{copy.directory}/2: of format 99, this program reads format 1"])
+
+
+@pytest.mark.quick
+def test_a_damaged_later_step_does_not_push_out_the_good_one(tmp_path):
+    """Its sizes are right, so only its content tells; the step saved last must stay."""
+    for step in (8, 4):
+        step_directory.begin(tmp_path, step)
+        (step_directory.incomplete(tmp_path, step) / "data").write_text("eight")
+        step_directory.complete(tmp_path, step, {})
+        if step == 8:
+            (tmp_path / "8" / "data").write_text("ate..")
+    step_directory.prune(tmp_path, 1, 4)
+    assert step_directory.latest_whole(tmp_path)[0] == 4

@@ -138,6 +138,8 @@ def show_start(run: Run) -> None:
     for found in (run.resumed, run.weights):
         for reason in found.skipped if found else ():
             print(f"skipped {reason}")
+        for difference in found.changed if found else ():
+            print(f"differs from the checkpoint: {difference}")
     if run.finished:
         print(f"{run.workdir} is at step {run.start} of {run.config.step.steps}: nothing left to do", flush=True)
     elif run.resumed and run.resumed.step is not None:

@@ -297,7 +297,7 @@ print(router, "->", groups["chunks"]["0"]["moe"]["router"], sep="\n")
 # | --- | --- |
 # | a schedule | `k3jax/parallel/schedules.py`: a new table; the executor stays |
 # | a layer | `k3jax/layers/`; tag what backward needs with `checkpoint_name` |
-# | where a parameter lies | its `Placement` in the layer, `k3jax/parallel/sharding.py` |
+# | where a parameter lies | its `Placement` in the layer, `k3jax/sharding.py` |
 # | what is stored for backward | `k3jax/activations/policy.py` |
 # | an optimizer | `k3jax/optim/`: any Optax transformation, it sees whole arrays |
 #

@@ -46,11 +46,15 @@ class ActivationPolicy:
         return next(policy for pattern, policy in self.rules if fnmatch.fnmatchcase(name, pattern))
 
     def check(self, names: Iterable[str]) -> None:
-        """ValueError if a pattern matches none of the model's names: it would act on nothing."""
-        names = sorted(set(names))
+        """ValueError if a rule decides nothing: no name matches, earlier rules take them all, or they are always kept."""
+        free = sorted(set(names) - ALWAYS_KEPT)
+        decided = {next(pattern for pattern, _ in self.rules if fnmatch.fnmatchcase(n, pattern)) for n in free}
         for pattern, _ in self.rules:
-            if not fnmatch.filter(names, pattern):
-                raise ValueError(f"activations: pattern {pattern!r} matches no name; names are {', '.join(names)}")
+            if pattern not in decided and pattern != "*":
+                raise ValueError(
+                    f"activations: pattern {pattern!r} matches no name that is left to it; names are {', '.join(free)} "
+                    f"(always kept: {', '.join(sorted(ALWAYS_KEPT))})"
+                )
 
     def checkpoint(self, function: Callable, names: Iterable[str]) -> Callable:
         """The function, whose pullback holds its inputs and the kept names, and recomputes everything else."""

@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -73,11 +74,13 @@ class KDA(nnx.Module):
         q, k, v = jnp.split(jax.nn.silu(qkv.astype(fp32)), [K, 2 * K], -1)
         q, k = l2_normalize(q).astype(dtype), l2_normalize(k).astype(dtype)
 
-        z = checkpoint_name((x32_BTD @ self.gate_down[...]) @ self.gate_up[...], "kda.gate")
+        # Everything about the gate in float32, on GPUs too.
+        matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        z = checkpoint_name(matmul(matmul(x32_BTD, self.gate_down[...]), self.gate_up[...]), "kda.gate")
         g = kda_gate(
             z.reshape(*z.shape[:2], H, K), self.a_log[...], self.gate_bias[...], lower_bound=c.gate_lower_bound
         )
-        beta = jax.nn.sigmoid(x32_BTD @ self.beta_proj[...])
+        beta = jax.nn.sigmoid(matmul(x32_BTD, self.beta_proj[...]))
 
         run = kda
         if tokens.context_axis is not None:

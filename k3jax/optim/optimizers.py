@@ -44,9 +44,7 @@ def muon(
     Returns:
       A `GradientTransformation`; the gradient it takes must be whole matrices, reduced over all replicas.
     """
-    matrices = scale_by_muon(
-        momentum=momentum, nesterov=nesterov, consistent_rms=consistent_rms, ns_steps=ns_steps
-    )
+    matrices = scale_by_muon(momentum=momentum, nesterov=nesterov, consistent_rms=consistent_rms, ns_steps=ns_steps)
     return by_group(matrices, learning_rate, weight_decay, groups)
 
 
@@ -75,13 +73,13 @@ def scale_by_muon(
     def init(params):
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         del params
         count = optax.safe_increment(state.count)
-        mu = optax.tree.update_moment(grads, state.mu, momentum, 1)
-        ahead = optax.tree.bias_correction(mu, momentum, optax.safe_increment(count) if nesterov else count)
+        mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
+        ahead: Any = optax.tree.bias_correction(mu, momentum, optax.safe_increment(count) if nesterov else count)
         if nesterov:
-            now = optax.tree.bias_correction(grads, momentum, count)
+            now = optax.tree.bias_correction(updates, momentum, count)
             ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
         scale = lambda x: consistent_rms * max(x.shape[-2:]) ** 0.5
         return jax.tree.map(lambda x: scale(x) * orthogonalize(x, ns_steps), ahead), MuonState(count, mu)

@@ -24,7 +24,7 @@ Flag = int | jax.Array
 class StackLayout:
     """The layers of a model on `stages` ranks with `virtual` chunks each.
 
-    Raises ValueError if there are more stages than groups of layers.
+    Raises ValueError if there are more stages than groups of layers, or more virtual chunks than groups.
     """
 
     config: ModelConfig
@@ -37,6 +37,11 @@ class StackLayout:
             raise ValueError(
                 f"pipe={self.stages} is more stages than {c.name} has groups of layers: {c.num_layers} layers in groups of "
                 f"{c.pattern} make {self.num_groups}; use pipe<={self.num_groups} or more layers"
+            )
+        if self.virtual > self.num_groups:
+            raise ValueError(
+                f"virtual={self.virtual} chunks a stage is more than the model's {self.num_groups} groups of layers: most "
+                f"would be empty"
             )
 
     @functools.cached_property

@@ -221,7 +221,7 @@ def read_records(path: Path, how: Mapping[str, ocp.RestoreArgs]) -> dict[str, An
     tree = nested(how)
     with contextlib.closing(ocp.Checkpointer(handler())) as reader:
         args = ocp.args.PyTreeRestore(item=tree, restore_args=tree, partial_restore=True)
-        read = reader.restore(path / STATE, args=args)
+        read = reader.restore((path / STATE).absolute(), args=args)
     return {name: functools.reduce(lambda at, key: at[key], name.split("/"), read) for name in how}
 
 

@@ -10,7 +10,7 @@ from k3jax.activations.policy import ActivationPolicy
 from k3jax.configs import ModelConfig, get
 from k3jax.parallel.layout import StackLayout
 from k3jax.parallel.schedules import Schedule, build
-from k3jax.parallel.sharding import check_divisible
+from k3jax.sharding import check_divisible
 from meshes import MeshSpec
 
 

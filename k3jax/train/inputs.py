@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from k3jax.train import step_directory, workdir
-from k3jax.train.checkpoint import check_config
+from k3jax.train.checkpoint import check_config, described
 from k3jax.train.data import Corpus, open_corpus
 from k3jax.train.run_config import RunConfig
 
@@ -21,6 +21,8 @@ class Found(NamedTuple):
     """Why newer ones do not count."""
     position: int = 0
     """Samples of the training data consumed until then."""
+    changed: tuple[str, ...] = ()
+    """Options that were others when it was saved."""
 
 
 def open_data(config: RunConfig) -> Corpus:
@@ -58,7 +60,10 @@ def to_resume(config: RunConfig, corpus: Corpus) -> Found:
             f"{config.data} of {corpus.fingerprint}: give the same data, tokenizer, seed and seq_len, or start a new "
             f"run from the weights alone"
         )
-    return Found(directory, step, skipped, saved["position"])
+    now = described(config.step)["config"]
+    was = {name: manifest["config"].get(name) for name in now}
+    changed = tuple(f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name])
+    return Found(directory, step, skipped, saved["position"], changed)
 
 
 def to_start_from(config: RunConfig) -> Found:

@@ -245,6 +245,8 @@ class Run:
         groups = jax.tree.leaves(
             parameter_groups(self.train_step.state_shapes.params), is_leaf=lambda x: isinstance(x, Group)
         )
+        if self.config.step.optimizer == "adamw":
+            groups = [group._replace(optimizer="adamw") for group in groups]
         named = zip(self.train_step.param_names, groups, grad_finite, strict=True)
         bad = [f"{name} ({group.label})" for name, group, finite in named if not finite]
         if not bad:

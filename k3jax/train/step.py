@@ -26,7 +26,7 @@ from k3jax.optim.groups import path_name
 from k3jax.parallel import pipeline
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import build
-from k3jax.parallel.sharding import param_specs, reduce_gradients
+from k3jax.sharding import param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
 from meshes import AXES, MeshSpec
 
@@ -148,7 +148,7 @@ class TrainStep:
                 for p, counts in out.histograms.items()
             }
         }
-        finite = jnp.isfinite(out.loss) & jnp.isfinite(norm)
+        finite = jnp.isfinite(out.loss) & jnp.isfinite(norm) & jnp.isfinite(global_norm(updates))
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         new_state = TrainState(
             state.step + 1,

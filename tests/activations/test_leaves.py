@@ -81,8 +81,9 @@ def test_policy_text():
     policy = ActivationPolicy.parse("attn.*=recompute, moe.out = keep")
     assert policy.of("attn.q") == "recompute" and policy.of("moe.out") == policy.of("other") == "keep"
     assert policy.of("moe.experts") == ActivationPolicy.parse("*=recompute").of("moe.experts") == "keep"
-    with pytest.raises(ValueError, match="matches no name"):
-        ActivationPolicy.parse("atn.*=keep").check({"attn.q"})
+    for nothing in ("atn.*=keep", "moe.experts=recompute", "*=keep,attn.q=recompute"):
+        with pytest.raises(ValueError, match="matches no name that is left to it"):
+            ActivationPolicy.parse(nothing).check({"attn.q", "moe.experts"})
     for bad in ("attn", "attn=drop", "=keep", "a=keep,,b=keep"):
         with pytest.raises(ValueError, match="PATTERN=POLICY"):
             ActivationPolicy.parse(bad)

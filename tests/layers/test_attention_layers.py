@@ -1,4 +1,4 @@
-"""MLA's two forms agree, KDA's layer is causal and keeps documents apart, and both carry over a split sequence."""
+"""MLA's two forms agree, both attentions are causal and keep documents apart, and Kimi Linear's variants train."""
 
 import dataclasses
 
@@ -30,11 +30,7 @@ def test_absorbed_mla_equals_the_expanded_form_at_every_position(rope):
     expanded = jax.jit(lambda x: attention_layer(config, "M", x, segments))(x)
     absorbed = jax.jit(lambda x: attention_layer(config, "M", x, segments, absorbed=True))(x)
     np.testing.assert_allclose(absorbed[:, 1:], expanded[:, 1:], atol=2e-5 * float(jnp.abs(expanded).max()))
-    # The scale is 1/sqrt(nope + rope): with twice the nope dims holding the same product it must change.
-    wrong = dataclasses.replace(config, qk_nope_dim=16)
-    assert wrong.qk_nope_dim + wrong.qk_rope_dim != config.qk_nope_dim + config.qk_rope_dim
-    probabilities = jnp.abs(expanded[:, 1:] - expanded[:, :1]).max()
-    assert float(probabilities) > 1e-3
+    assert float(jnp.abs(expanded[:, 1:] - expanded[:, :1]).max()) > 1e-3  # positions differ
 
 
 @pytest.mark.quick

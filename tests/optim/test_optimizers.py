@@ -120,7 +120,9 @@ def test_muon_equals_optax_over_ten_steps():
     shapes = {"a": (8, 12), "b": (3, 12, 8)}
     params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
     dims = optax.contrib.MuonDimensionNumbers
-    theirs = optax.contrib.muon(0.1, consistent_rms=0.2, muon_weight_dimension_numbers={"a": dims(0, 1), "b": dims(1, 2)})
+    theirs = optax.contrib.muon(
+        0.1, consistent_rms=0.2, muon_weight_dimension_numbers={"a": dims(0, 1), "b": dims(1, 2)}
+    )
     run = lambda optimizer: run_steps(optimizer, params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), run(muon(0.1)), run(theirs))
 

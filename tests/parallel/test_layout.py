@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from k3jax.configs import get
 from k3jax.parallel.layout import StackLayout
-from k3jax.parallel.sharding import check_divisible
+from k3jax.sharding import check_divisible
 
 
 def model(layers, pattern="KM", **fields):
@@ -29,6 +29,10 @@ def test_every_layer_once_in_order_or_refused(layers, pattern, stages, virtual):
     groups = StackLayout(config).num_groups
     if stages > groups:
         with pytest.raises(ValueError, match=f"pipe={stages} .* {layers} layers .* make {groups}"):
+            StackLayout(config, stages, virtual)
+        return
+    if virtual > groups:
+        with pytest.raises(ValueError, match=f"virtual={virtual} .* {groups} groups"):
             StackLayout(config, stages, virtual)
         return
     layout = StackLayout(config, stages, virtual)

@@ -380,3 +380,11 @@ def test_a_damaged_later_step_does_not_push_out_the_good_one(tmp_path):
             (tmp_path / "8" / "data").write_text("ate..")
     step_directory.prune(tmp_path, 1, 4)
     assert step_directory.latest_whole(tmp_path)[0] == 4
+
+
+def test_a_relative_directory_can_be_read(copy, monkeypatch):
+    """The default work directory is one."""
+    monkeypatch.chdir(copy.directory.parent)
+    directory = Path(copy.directory.name)
+    names = {name for name, _ in read_arrays(directory, 2, step_directory.read_manifest(directory, 2))}
+    assert "params/embed/table" in names

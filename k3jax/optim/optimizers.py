@@ -51,7 +51,7 @@ def muon(
 class MuonState(NamedTuple):
     """Moving average of the gradients, and how many it has seen."""
 
-    count: jax.Array
+    count: jax.typing.ArrayLike
     mu: Any
 
 

@@ -13,7 +13,7 @@ from k3jax.parallel import pipeline
 from k3jax.parallel.schedules import build
 from meshes import MeshSpec
 
-T, D, N = 4, 8, 12  # tokens of a rank, model width, vocabulary
+T, D, N = 4, 8, 16  # tokens of a rank, model width, vocabulary
 NAMES = ("toy.pre", "toy.out")
 
 

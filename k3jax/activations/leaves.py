@@ -100,7 +100,7 @@ def walk(jaxpr: core.Jaxpr, var: Any) -> Iterator[int | str]:
             for origin in walk(sub, sub.outvars[position]):
                 if not isinstance(origin, int):
                     yield origin
-                elif primitive == "scan" and not is_whole_operand(eqn, position, origin):
+                elif primitive == "scan" and not is_whole_operand(eqn, sub, position, origin):
                     yield "loop state"
                 else:
                     yield from walk(jaxpr, eqn.invars[skip + origin])
@@ -108,10 +108,10 @@ def walk(jaxpr: core.Jaxpr, var: Any) -> Iterator[int | str]:
         yield primitive
 
 
-def is_whole_operand(scan: core.JaxprEqn, position: int, origin: int) -> bool:
+def is_whole_operand(scan: core.JaxprEqn, body: core.Jaxpr, position: int, origin: int) -> bool:
     """Whether a scan's stacked output repeats one of its scanned operands, slice by slice."""
-    first_scanned = scan.params["num_consts"] + scan.params["num_carry"]
-    return position >= scan.params["num_carry"] and origin >= first_scanned
+    scanned = lambda outer, inner: outer.aval.ndim == inner.aval.ndim + 1
+    return scanned(scan.outvars[position], body.outvars[position]) and scanned(scan.invars[origin], body.invars[origin])
 
 
 def subjaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:

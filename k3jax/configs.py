@@ -139,7 +139,8 @@ class ModelConfig:
 
 
 PRESETS = {
-    "nano": ModelConfig(name="nano", num_layers=7, pattern="KM"),
+    # init_range 0.2: scores of the router spread as in K3 (0.02 · √7168 = 0.2 · √64); see docs/notes/balancing.md.
+    "nano": ModelConfig(name="nano", num_layers=7, pattern="KM", init_range=0.2),
     "mini": ModelConfig(
         name="mini",
         vocab_size=512,

@@ -8,15 +8,16 @@ all-gather, which is grouped: it may stand in a branch that only some groups of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from k3jax.ops.kda import api, chunked, compose
-from k3jax.ops.kda.affine import AffineMap
+from k3jax.ops.kda import api
+from k3jax.ops.kda.segments import cotangents_between, states_between
 from k3jax.ops.short_conv import short_conv
 
 
@@ -46,52 +47,90 @@ def kda_context_parallel(
     segment_ids: Int[Array, "B T"] | None = None,
     gate_lower_bound: float | None = None,
     chunk_size: int = api.CHUNK_SIZE,
+    segments: int | None = None,
+    save_states: bool = True,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """`kda` of the whole sequence, inside a shard_map that binds `axis_name`: (o of this rank, the last state).
 
     Before: each rank holds its T tokens; `initial_state`, the same on all, enters the first rank.
     After: each rank has its outputs; the final state is the whole sequence's, on every rank.
-    Collective: one all-gather over `axis_name` of R·B·(H·K·(K+V)+8)·4 bytes, whatever T; none if the axis has one rank.
+    Collective: one all-gather over `axis_name` of R·segments·B·(H·K·(K+V)+8)·4 bytes, whatever T, and another in
+    backward, of as much, and of H·K·V·4 bytes more a rank and sequence if the final state has a cotangent. None if the axis
+    has one rank.
 
     Raises ValueError as `kda` does. K3 report, section 5.1.2.
     """
-    options: dict[str, Any] = dict(segment_ids=segment_ids, gate_lower_bound=gate_lower_bound, chunk_size=chunk_size)
     if lax.axis_size(axis_name) == 1:
-        return api.kda(q, k, v, g, beta, scale=scale, initial_state=initial_state, **options)
-    api.check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size)
-    inputs, initial = api.in_state_dtype(q, k, v, g, beta, initial_state, scale=scale)
-    maps = chunked.prepare(*inputs, **options)
-    entering, final = _states(chunked.summary(maps, q.shape[-1]), initial, segment_ids, axis_name)
-    o, _ = chunked.finish(maps, entering, q.shape[1])
-    return o.astype(v.dtype), final
+        return api.kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            segment_ids=segment_ids,
+            gate_lower_bound=gate_lower_bound,
+            chunk_size=chunk_size,
+            segments=segments,
+            save_states=save_states,
+        )
+    api.check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
+    layout = api.layout_of(q, chunk_size, segments)
+    exchange = RankToRank(axis_name)
+    return api.run_chunked(
+        layout, exchange, q, k, v, g, beta, initial_state, segment_ids, scale, gate_lower_bound, save_states
+    )
 
 
-def _states(
-    own: AffineMap, initial: jax.Array, segment_ids: jax.Array | None, axis_name: str
-) -> tuple[jax.Array, jax.Array]:
-    """The state that enters this rank's part, and the one that leaves the last rank's."""
-    M, S = own
-    *_, K, V = S.shape
-    message = jnp.concatenate([M, S], -1).reshape(S.shape[0], -1)
-    if segment_ids is not None:
-        message = jnp.concatenate([message, _as_bytes(segment_ids[:, [0, -1]], S.dtype).reshape(S.shape[0], -1)], -1)
-    message = lax.all_gather(message, axis_name)
-    R, B = message.shape[:2]
-    maps = message[..., : M[0].size + S[0].size].reshape(R, *S.shape[:-1], K + V)
-    M, S = maps[..., :K], maps[..., K:]
-    if segment_ids is not None:
-        first, last = jnp.moveaxis(_from_bytes(message[..., -8:].reshape(R, B, 2, 4)), -1, 0)
-        # What enters a part whose first token starts a document is forgotten; what ends inside, its map forgets.
-        continues = jnp.concatenate([jnp.ones_like(first[:1], bool), first[1:] == last[:-1]])[..., None, None, None]
-        M = jnp.where(continues, M, 0)
-    # The initial state is the first map's: it forgets all and writes that state.
-    M, S = jnp.concatenate([jnp.zeros_like(M[:1]), M]), jnp.concatenate([initial[None], S])
-    _, states = lax.associative_scan(lambda earlier, later: compose(later, earlier), (M, S))
-    rank = lax.axis_index(axis_name)
-    entering = lax.dynamic_index_in_dim(states, rank, keepdims=False)
-    if segment_ids is not None:
-        entering = jnp.where(lax.dynamic_index_in_dim(continues, rank, keepdims=False), entering, 0)
-    return entering, states[-1]
+class RankToRank(NamedTuple):
+    """Passes states between segments that lie on the ranks of a mesh axis; the methods are those of `SideBySide`."""
+
+    axis_name: str
+
+    def forward(self, M, S, initial_state, segment_ids):
+        R = M.shape[0]
+        ends = () if segment_ids is None else (_as_bytes(segment_ids[:, [0, -1]], S.dtype),)
+        all_M, all_S, *ends = self.gather(M, S, *ends)
+        kept = M, None
+        if ends:
+            first, last = jnp.moveaxis(_from_bytes(ends[0]), -1, 0)
+            # What enters a rank whose first token starts a document is forgotten; what ends inside, its maps forget.
+            continues = jnp.concatenate([jnp.ones_like(first[:1], bool), first[1:] == last[:-1]])
+            # Only a rank's first segment.
+            continues = jnp.pad(continues[:, None], ((0, 0), (0, R - 1), (0, 0)), constant_values=True)[
+                ..., None, None, None
+            ]
+            all_M = jnp.where(continues, all_M, 0)
+            kept = self.own(all_M), self.own(continues)
+        entering, final = states_between(_joined(all_M), _joined(all_S), initial_state)
+        entering = self.own(entering.reshape(all_S.shape))
+        return entering if kept[1] is None else jnp.where(kept[1], entering, 0), final, kept
+
+    def backward(self, kept, d_entering, d_final):
+        M, continues = kept
+        if continues is not None:
+            d_entering = jnp.where(continues, d_entering, 0)
+        all_M, all_d, *d_finals = self.gather(M, d_entering, *(() if d_final is None else (d_final,)))
+        # Every rank has the last state, and its own cotangent of it.
+        d_final = d_finals[0].sum(0) if d_finals else jnp.zeros_like(all_d[0, 0])
+        d_leaving, d_initial = cotangents_between(_joined(all_M), _joined(all_d), d_final)
+        first = lax.axis_index(self.axis_name) == 0
+        return self.own(d_leaving.reshape(all_d.shape)), jnp.where(first, d_initial, 0)
+
+    def gather(self, *arrays):
+        """Each array with a leading dim for the ranks, by one all-gather."""
+        message = lax.all_gather(jnp.concatenate([x.ravel() for x in arrays]), self.axis_name)
+        parts = jnp.split(message, np.cumsum([x.size for x in arrays])[:-1], axis=1)
+        return [part.reshape(-1, *x.shape) for part, x in zip(parts, arrays, strict=True)]
+
+    def own(self, x):
+        return lax.dynamic_index_in_dim(x, lax.axis_index(self.axis_name), keepdims=False)
+
+
+def _joined(x):
+    """[ranks, segments, ...] -> [R, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def short_conv_context_parallel(

@@ -121,7 +121,7 @@ def test_gradient_of_a_single_tile(length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", [None, BOUND])
-@pytest.mark.parametrize("chunk_size", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 65, 130, 200])
 def test_gradients_of_any_length_and_chunk_size(length, chunk_size, bound):
     p = problem([-0.1, -5.0], 0.9, T=length, H=1, K=8, V=4, documents=[d for d in (5, 64, 70) if d < length])
@@ -224,8 +224,8 @@ def test_float64_inputs_are_computed_in_float64():
     "options, said",
     [
         ({"implementation": "cuda"}, "'cuda'.*recurrent, chunked"),
-        ({"chunk_size": 24}, "chunk_size=24.*multiple of 16"),
-        ({"chunk_size": 0}, "chunk_size=0.*multiple of 16"),
+        ({"chunk_size": 24}, "chunk_size=24 must be a power of two"),
+        ({"chunk_size": 0}, "chunk_size=0 must be a power of two"),
         ({"gate_lower_bound": 0.0}, "gate_lower_bound=0.0 must be negative"),
     ],
 )

@@ -26,14 +26,3 @@ def compose(later: AffineMap, earlier: AffineMap) -> AffineMap:
     """
     (M_later, S_later), (M_earlier, S_earlier) = later, earlier
     return matmul(M_later, M_earlier), matmul(M_later, S_earlier) + S_later
-
-
-def product(
-    maps: tuple[Float[Array, "N *batch K K"], Float[Array, "N *batch K V"]],
-) -> AffineMap:
-    """N consecutive maps as one."""
-    M, S = maps
-    first = (M[0], S[0])
-    if M.shape[0] == 1:
-        return first
-    return lax.scan(lambda so_far, later: (compose(later, so_far), None), first, (M[1:], S[1:]))[0]

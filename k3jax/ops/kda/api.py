@@ -5,12 +5,16 @@ B batch, T tokens, H heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
-from k3jax.ops.kda import chunked, reference
+from k3jax.ops.kda import chunked, reference, segments
 from k3jax.ops.kda.affine import AffineMap
+from k3jax.ops.kda.pairs import TILE
+from k3jax.ops.kda.segments import Plan, SideBySide, plan_segments
 
 CHUNK_SIZE = 64
 IMPLEMENTATIONS = ("recurrent", "chunked")
@@ -29,29 +33,67 @@ def kda(
     gate_lower_bound: float | None = None,
     chunk_size: int = CHUNK_SIZE,
     implementation: str | None = None,
+    segments: int | None = None,
+    save_states: bool = True,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Kimi Delta Attention: (o, final_state), o in v's dtype, the state float32 (float64 if an input is).
 
     g is the log decay, at most 0; q and k are used as given; scale is K**-0.5 by default. segment_ids (constant in a
     document, non-decreasing): the state starts at zero in each new document; `initial_state` belongs to the first.
     gate_lower_bound promises g >= it everywhere and so makes the tiles of "chunked" cheaper (K3: -5); without it any g
-    is right. implementation: "recurrent" (the definition), "chunked" (default; chunks of `chunk_size` tokens).
+    is right. `jax.experimental.checkify` with user checks catches a broken promise.
+
+    implementation: "recurrent" (the definition), "chunked" (default; chunks of `chunk_size` tokens, gradient by hand).
+    Of "chunked": segments, parts of the sequence that are evaluated side by side (None: as many as keep this device's
+    cores busy); save_states, whether backward finds the state of each chunk (B·H·K·V·4 bytes a chunk) or computes it again.
 
     Raises ValueError for shapes that do not fit together, an unknown implementation, a chunk size that is not a
-    multiple of 16, a bound that is not negative. K3 report, section 2.1; Kimi Linear, arXiv:2510.26692.
+    power of two of at least 16, a bound that is not negative, segments < 1. K3 report, section 2.1; Kimi Linear,
+    arXiv:2510.26692.
     """
-    check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size)
+    check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
-    inputs, state = in_state_dtype(q, k, v, g, beta, initial_state, scale=scale)
     if implementation == "recurrent":
+        inputs, state = in_state_dtype(q, k, v, g, beta, initial_state, scale=scale)
         o, final = reference.recurrent(*inputs, initial_state=state, segment_ids=segment_ids)
-    else:
-        maps = chunked.prepare(
-            *inputs, segment_ids=segment_ids, gate_lower_bound=gate_lower_bound, chunk_size=chunk_size
+        return o.astype(v.dtype), final
+    layout = layout_of(q, chunk_size, segments)
+    exchange = SideBySide() if layout.segments > 1 else None
+    return run_chunked(
+        layout, exchange, q, k, v, g, beta, initial_state, segment_ids, scale, gate_lower_bound, save_states
+    )
+
+
+def layout_of(q: jax.Array, chunk_size: int, segments: int | None) -> chunked.Layout:
+    """`segments` None: planned for this device."""
+    layout = chunked.Layout.of(q.shape[:3], chunk_size)
+    if segments is None:
+        cores = getattr(jax.devices()[0], "core_count", 1)
+        segments = plan_segments(layout.chunks, layout.batch * layout.heads, cores)
+    return layout._replace(segments=segments)
+
+
+def run_chunked(layout, exchange, q, k, v, g, beta, initial_state, segment_ids, scale, gate_lower_bound, save_states):
+    """`segments.evaluate` of inputs that vary alike over mesh axes, so that its rule need not sum cotangents."""
+    if gate_lower_bound is not None:
+        # Acts under checkify only.
+        checkify.debug_check(
+            jnp.all(g >= gate_lower_bound - 1e-3),
+            f"kda: gate_lower_bound={gate_lower_bound} was promised, but g reaches {{lowest}}",
+            lowest=g.min(),
         )
-        o, final = chunked.finish(maps, state, q.shape[1])
-    return o.astype(v.dtype), final
+    if initial_state is None:
+        initial_state = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]), jnp.float32)
+    arrays = q, k, v, g, beta, initial_state
+    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    arrays = *arrays[:-1], initial_state.astype(dtype)
+    refs = arrays if segment_ids is None else (*arrays, segment_ids)
+    q, k, v, g, beta, initial_state = (vary_like(x, *refs) for x in arrays)
+    if segment_ids is not None:
+        segment_ids = vary_like(segment_ids, *refs)
+    plan = Plan(layout, default_scale(q, scale), gate_lower_bound, save_states, exchange)
+    return segments.evaluate(plan, q, k, v, g, beta, initial_state, segment_ids)
 
 
 def kda_step(
@@ -84,13 +126,16 @@ def summarize(
     K3 report, section 5.1.2.
     """
     check(k, k, v, g, beta, None, segment_ids, None, CHUNK_SIZE)
+    layout = chunked.Layout.of(k.shape[:3], CHUNK_SIZE)
+    dtype = jnp.promote_types(jnp.result_type(k, v, g, beta), jnp.float32)
     # Outputs are not computed, so any query does.
-    inputs, _ = in_state_dtype(k, k, v, g, beta, None, scale=1.0)
-    maps = chunked.prepare(*inputs, segment_ids=segment_ids, gate_lower_bound=None, chunk_size=CHUNK_SIZE)
-    return chunked.summary(maps, k.shape[-1])
+    inputs = chunked.cut(k, k, v, g, beta, layout, 1.0, None, dtype)
+    maps = chunked.segment_maps(chunked.prepare(inputs, chunked.masks(segment_ids, layout)), layout)
+    M, S = (x.reshape(layout.batch, layout.heads, *x.shape[1:]) for x in maps)
+    return M, S
 
 
-def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size):
+def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments=None):
     """Raises ValueError, naming what was got and what is needed."""
     B, T, H, K = q.shape
     needed = {"k": (k, q.shape), "v": (v, (B, T, H, v.shape[-1])), "g": (g, q.shape), "beta": (beta, (B, T, H))}
@@ -103,8 +148,10 @@ def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_
             raise ValueError(f"{name} has shape {array.shape}; with q [B,T,H,K] = {q.shape} it must be {shape}")
     if T == 0:
         raise ValueError("q has T = 0 tokens; at least one is needed")
-    if chunk_size <= 0 or chunk_size % chunked.TILE:
-        raise ValueError(f"chunk_size={chunk_size} must be a positive multiple of {chunked.TILE}")
+    if chunk_size < TILE or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size={chunk_size} must be a power of two of at least {TILE}")
+    if segments is not None and segments < 1:
+        raise ValueError(f"segments={segments} must be at least 1, or None to let them be planned")
     if gate_lower_bound is not None and not gate_lower_bound < 0:
         raise ValueError(f"gate_lower_bound={gate_lower_bound} must be negative, or None for any gate")
 
@@ -116,4 +163,8 @@ def in_state_dtype(q, k, v, g, beta, initial_state, *, scale):
     arrays = q, k, v, g, beta, vary_like(initial_state, q, k, v, g, beta)
     dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
     q, *others, state = (x.astype(dtype) for x in arrays)
-    return (q * (q.shape[-1] ** -0.5 if scale is None else scale), *others), state
+    return (q * default_scale(q, scale), *others), state
+
+
+def default_scale(q, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale

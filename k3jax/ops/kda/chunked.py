@@ -1,239 +1,262 @@
-"""KDA in chunks: a chunk of tokens is one affine map, from the entering state to its outputs and the next state.
+"""KDA in chunks of tokens, with a hand-written gradient: what is parallel over chunks, and the recurrence between them.
 
-B batch, T tokens, H heads, K key dim, V value dim, N chunks of a sequence, P = N·B·H all chunks, C tokens of a chunk,
-I and J tiles of a chunk, i and j tokens of a tile, s stacked arrays (queries and keys).
-K3 report, section 2.1 and its chunk form; in the comments G is the sum of g from the chunk's start.
+B batch, T tokens, H heads, K key dim, V value dim, n chunks of a segment, Z segments · batch · heads, P = n·Z chunks,
+C tokens of a chunk, I tiles of a chunk, i tokens of a tile, s stacked rows (queries, keys).
+K3 report, section 2.1 and its chunk form. Names: q⁺ and k⁺ decay from the chunk's start to their token, k_C from their token
+to the chunk's end; A pairs of keys (strictly lower, with β), R pairs of queries and keys (lower), X = (I + A)⁻¹;
 
-The decay between two tokens is exp(G_i − G_j), and exp(−G_j) overflows. So a chunk is cut into tiles of 16 tokens, and
-a pair of tokens in different tiles meets at the start of the later tile: both exponents are then sums of g, at most 0.
-No exponent is a difference of long sums, and none refers to a token after the one whose output it serves.
+    W = X β k⁺    U = X β v    Ṽ = U − W S    o = q⁺ S + R Ṽ    S ← Diag(through) S + k_Cᵀ Ṽ.
 """
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.ops.kda.affine import AffineMap, matmul, product
-
-TILE = 16
-# exp of anything below is 0, also in float64; sums of a chunk of them stay finite.
-FORGET = -1e4
-# exp(80) · exp(-80), with sums over channels, is within float32.
-MAX_EXPONENT = 80.0
+from k3jax.compat import vary_like
+from k3jax.ops.kda.affine import AffineMap, matmul
+from k3jax.ops.kda.pairs import TILE, Decays, decays, fits_promise, lift_of, pairs, unit_lower_inverse
 
 
-def prepare(q, k, v, g, beta, *, segment_ids, gate_lower_bound, chunk_size) -> jax.Array:
-    """Each chunk's map [N, B, H, C + K, K + V]: (outputs, next state) = map[:, :K] state + map[:, K:].
+class Layout(NamedTuple):
+    """How a sequence is cut; static."""
 
-    With Y = (I + A)⁻¹ β [−K⁺ | V], A the pairs of keys, the rows of outputs are [Q⁺ | 0] + A_qk Y and those of the
-    state [Diag(exp G_C) | 0] + K_cᵀ Y. q is scaled, all inputs have one dtype.
-    """
-    B, T, H, K, V = *q.shape, v.shape[-1]
-    C = min(chunk_size, -(-T // TILE) * TILE)
-    qkg = _cut(jnp.stack([q, k, jnp.maximum(g, FORGET)], -2), C)
-    qk, g = qkg[..., :2, :, :], qkg[..., 2, :, :]
-    beta, v = (_chunk(_cut(x, C)) for x in (beta[..., None, None], v[..., None, :]))
-    decay = _decay(g)
+    batch: int
+    length: int
+    heads: int
+    chunk: int
+    segments: int
+    """Parts of the sequence that are evaluated side by side."""
 
-    row, column = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
-    visible = row >= column
-    from_start, to_end, through = decay.from_start, decay.to_end, decay.through
-    if segment_ids is not None:
-        ids = jnp.broadcast_to(segment_ids[..., None, None, None], (B, T, H, 1, 1))
-        ids = _chunk(_cut(ids, C, mode="edge"))
-        # The document that the entering state belongs to; a sequence enters with its first token's.
-        last = ids[:, -1:]
-        before = jnp.concatenate([ids[: B * H, :1], last[: -B * H]])
-        visible = visible & (ids == ids.mT)
-        from_start = jnp.where((ids == before).reshape(*g.shape[:-1], 1), from_start, 0)
-        to_end = jnp.where(ids == last, to_end, 0)
-        through = jnp.where((before == last)[:, 0], through, 0)
+    @property
+    def chunks(self) -> int:
+        """Chunks of a segment."""
+        return -(-self.length // (self.chunk * self.segments))
 
-    if gate_lower_bound is not None and TILE * abs(gate_lower_bound) <= MAX_EXPONENT:
-        pairs = _pairs_bounded(qk, decay, gate_lower_bound)
-    else:
-        pairs = _pairs_pointwise(qk, decay)
-    qk_pairs, kk_pairs = _queries_keys(pairs)
-    queries, keys = _queries_keys(qk * from_start[:, :, None])
+    @classmethod
+    def of(cls, shape, chunk_size: int, segments: int = 1) -> Layout:
+        """Chunks no longer than the sequence needs: a power of two of at least a tile."""
+        B, T, H = shape
+        return cls(B, T, H, min(chunk_size, max(TILE, 1 << (T - 1).bit_length())), segments)
 
-    X = unit_lower_inverse(jnp.where(visible & (row > column), beta * kk_pairs, 0))
-    Y = matmul(X, beta * jnp.concatenate([-keys, v], -1))
-    reads = jnp.where(visible, qk_pairs, 0)
-    writes = (_chunk(qk[..., 1:, :, :]) * to_end).mT
-    kept = jnp.eye(K, dtype=q.dtype) * through[..., None]
-    direct = jnp.concatenate([queries, kept], -2)
-    maps = matmul(jnp.concatenate([reads, writes], -2), Y) + jnp.pad(direct, ((0, 0), (0, 0), (0, V)))
-    return maps.reshape(-1, B, H, C + K, K + V)
+    def cut(self, x: jax.Array, mode: str = "constant") -> jax.Array:
+        """[B, T, H, D] -> [P, C, D], filled up at the end; zeros leave the state as it is (β = 0, g = 0)."""
+        B, T, H, C, R, n = self.batch, self.length, self.heads, self.chunk, self.segments, self.chunks
+        if T % (R * n * C):
+            x = jnp.pad(x, ((0, 0), (0, R * n * C - T), (0, 0), (0, 0)), mode=mode)
+        x = x.reshape(B, R, n, C, H, x.shape[-1])
+        return jnp.transpose(x, (2, 1, 0, 4, 3, 5)).reshape(-1, C, x.shape[-1])
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """The inverse of `cut`."""
+        B, T, H, C, R, n = self.batch, self.length, self.heads, self.chunk, self.segments, self.chunks
+        x = x.reshape(n, R, B, H, C, x.shape[-1])
+        return jnp.transpose(x, (2, 1, 0, 4, 3, 5)).reshape(B, R * n * C, H, x.shape[-1])[:, :T]
+
+    def steps(self, x: jax.Array) -> jax.Array:
+        """[P, ...] -> [n, Z, ...], to scan over."""
+        return x.reshape(self.chunks, -1, *x.shape[1:])
 
 
-def finish(maps: jax.Array, initial_state: jax.Array, T: int):
-    """(o [B,T,H,V], final_state) of prepared chunks, T tokens of them, entered with `initial_state` [B,H,K,V]."""
-    K = initial_state.shape[-2]
+class Chunks(NamedTuple):
+    """Everything of each chunk that does not depend on the state that enters it; leading dim P."""
 
-    def step(state, chunk):
-        out = matmul(chunk[..., :K], state) + chunk[..., K:]
-        return out[..., -K:, :], out[..., :-K, :]
-
-    if maps.shape[0] == 1:
-        final, o = step(initial_state, maps[0])
-        o = o[None]
-    else:
-        final, o = lax.scan(step, initial_state, maps)
-    N, B, H, C, V = o.shape
-    return jnp.transpose(o, (1, 0, 3, 2, 4)).reshape(B, N * C, H, V)[:, :T], final
-
-
-def summary(maps: jax.Array, K: int) -> AffineMap:
-    """The whole sequence as one map of the state."""
-    return product((maps[..., -K:, :K], maps[..., -K:, K:]))
-
-
-def _cut(x, C, mode="constant"):
-    """[B, T, H, s, D] -> [P, I, s, i, D], filled up at the end; zeros leave the state as it is (β = 0, g = 0)."""
-    B, T, H, s, D = x.shape
-    if T % C:
-        x = jnp.pad(x, ((0, 0), (0, -T % C), (0, 0), (0, 0), (0, 0)), mode=mode)
-    x = jnp.transpose(x.reshape(B, -1, C // TILE, TILE, H, s, D), (1, 0, 4, 2, 5, 3, 6))
-    return x.reshape(-1, C // TILE, s, TILE, D)
-
-
-def _chunk(x):
-    """[P, I, 1, i, D] -> [P, C, D]."""
-    P, tiles, _, _, D = x.shape
-    return x.reshape(P, tiles * TILE, D)
-
-
-def _queries_keys(x):
-    """[P, I, 2, i, D] -> twice [P, C, D]."""
-    return _chunk(x[:, :, :1]), _chunk(x[:, :, 1:])
-
-
-class _Decay(NamedTuple):
-    """Decay factors of a chunk; the names say between which places. Leading dim P."""
-
-    g: jax.Array
-    """[I, i, K]: the log decay of each token."""
-    tile_sum: jax.Array
-    """[I, i, K]: sum of g from the tile's start to the token, both included."""
-    from_tile: jax.Array
-    """[I, i, K]: its exp."""
-    to_tile_end: jax.Array
-    """[I, i, K]: after the token, to its tile's end."""
-    between_tiles: jax.Array
-    """[I, J, K]: from the end of tile J to the start of tile I (1 if there is nothing between)."""
-    from_start: jax.Array
-    """[I, i, K]: from the chunk's start to the token, its own included."""
-    to_end: jax.Array
-    """[C, K]: after the token, to the chunk's end."""
+    queries: jax.Array
+    """q⁺ [C, K], 0 where the entering state is of another document."""
+    keys: jax.Array
+    """β k⁺ [C, K], 0 there too."""
+    W: jax.Array
+    U: jax.Array
+    reads: jax.Array
+    """R [C, C]."""
+    inverse: jax.Array
+    """X [C, C]."""
+    ending: jax.Array
+    """k_C [C, K], 0 where the leaving state is of another document."""
     through: jax.Array
-    """[K]: of the whole chunk."""
+    """Decay of the whole chunk [K], 0 if a document starts in it."""
 
 
-def _decay(g) -> _Decay:
-    P, tiles, _, K = g.shape
-    # Sums are products with matrices of 0 and 1: no term of a sum that is not part of it can cost it digits.
-    row, term = (lax.broadcasted_iota(jnp.int32, (2 * TILE, TILE), axis) for axis in (0, 1))
-    included = (term <= row) ^ (row >= TILE) | (row - TILE < term) & (row >= TILE)
-    sums = matmul(included.astype(g.dtype), g)
-    tile_sum = sums[..., :TILE, :]
-    # Boundary a lies before tile a; from boundary b to boundary a there are the tiles b <= t < a.
-    a, b, t = (lax.broadcasted_iota(jnp.int32, (tiles + 1, tiles + 1, tiles), axis) for axis in (0, 1, 2))
-    spans = ((b <= t) & (t < a)).astype(g.dtype).reshape(-1, tiles)
-    span = jnp.exp(matmul(spans, tile_sum[..., -1, :])).reshape(P, tiles + 1, tiles + 1, K)
-    from_tile, to_tile_end = jnp.split(jnp.exp(sums), 2, -2)
-    return _Decay(
-        g,
-        tile_sum,
-        from_tile,
-        to_tile_end,
-        span[:, :tiles, 1:],
-        from_tile * span[:, :tiles, 0, None],
-        (to_tile_end * span[:, tiles, 1:, None]).reshape(P, tiles * TILE, K),
-        span[:, tiles, 0],
+class Masks(NamedTuple):
+    """Which documents meet; None without documents. Leading dim P."""
+
+    visible: jax.Array
+    """[C, C]: both tokens are of one document."""
+    entering: jax.Array
+    """[C, 1]: the state that enters the chunk is of the token's document."""
+    leaving: jax.Array
+    through: jax.Array
+    """[1]."""
+
+
+def masks(segment_ids: jax.Array | None, layout: Layout) -> Masks | None:
+    """The state that enters a sequence is of its first token's document."""
+    if segment_ids is None:
+        return None
+    ids = jnp.broadcast_to(segment_ids[..., None, None], (*segment_ids.shape, layout.heads, 1))
+    ids = layout.cut(ids, "edge")
+    by_chunk = ids.reshape(layout.chunks, layout.segments, -1, layout.chunk, 1)
+    last = by_chunk[:, :, :, -1:]
+    # The chunk before: of this segment, or the last one of the segment before.
+    previous = jnp.concatenate([by_chunk[:1, :1, :, :1], last[-1:, :-1]], 1)
+    before = jnp.concatenate([previous, last[:-1]]).reshape(-1, 1, 1)
+    last = last.reshape(-1, 1, 1)
+    return Masks(ids == ids.mT, ids == before, ids == last, (before == last)[:, 0])
+
+
+def where(mask: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if mask is None else jnp.where(mask, x, 0)
+
+
+class Inputs(NamedTuple):
+    """The inputs of chunks, [P, C, ...], q scaled, and their decays."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    beta: jax.Array
+    """[P, C, 1]."""
+    decay: Decays
+    lift: float
+
+    def tiled(self, x: jax.Array) -> jax.Array:
+        P, C, D = x.shape
+        return x.reshape(P, C // TILE, TILE, D)
+
+    def from_start(self, x: jax.Array) -> jax.Array:
+        """x ⊙ exp(G)."""
+        return (self.tiled(x) * self.decay.from_anchor * self.decay.spans["start"][:, :, None]).reshape(x.shape)
+
+    def to_end(self, x: jax.Array) -> jax.Array:
+        """x ⊙ exp(G_C − G)."""
+        return (self.tiled(x) * self.decay.to_tile_end * self.decay.spans["end"][:, :, None]).reshape(x.shape)
+
+    def pairs(self, queries: jax.Array, keys: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Pairs of both rows with the columns, [P, C, C] each: below the diagonal and on it, 0 or finite above."""
+        x = jnp.stack([self.tiled(queries), self.tiled(keys)], 2)
+        out = pairs(x, self.tiled(columns), self.decay, self.lift)
+        C = queries.shape[1]
+        return out[:, :, 0].reshape(-1, C, C), out[:, :, 1].reshape(-1, C, C)
+
+
+def cut(q, k, v, g, beta, layout: Layout, scale: float, gate_lower_bound: float | None, dtype) -> Inputs:
+    q, k, v, g, beta = (layout.cut(x).astype(dtype) for x in (q, k, v, g, beta[..., None]))
+    lift = lift_of(gate_lower_bound)
+    return Inputs(scale * q, k, v, beta, decays(g, promise=fits_promise(gate_lower_bound)), lift)
+
+
+def prepare(r: Inputs, m: Masks | None, solved: tuple[jax.Array, jax.Array] | None = None) -> Chunks:
+    """`solved`: reads and inverse, if they are known already."""
+    keys = r.beta * r.k
+    if solved is None:
+        C = r.q.shape[1]
+        row, column = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+        reads, A = r.pairs(r.q, keys, r.k)
+        visible = None if m is None else m.visible
+        reads = jnp.where(row >= column, where(visible, reads), 0)
+        inverse = unit_lower_inverse(jnp.where(row > column, where(visible, A), 0))
+    else:
+        reads, inverse = solved
+    entering, leaving, through = (None, None, None) if m is None else m[1:]
+    keys = where(entering, r.from_start(keys))
+    W, U = _split(matmul(inverse, jnp.concatenate([keys, r.beta * r.v], -1)), r.k.shape[-1])
+    return Chunks(
+        where(entering, r.from_start(r.q)),
+        keys,
+        W,
+        U,
+        reads,
+        inverse,
+        where(leaving, r.to_end(r.k)),
+        where(through, r.decay.spans["through"][:, 0]),
     )
 
 
-def _tile_pairs(rows, columns):
-    """Σ_K rows [I, s, i, K] columns [I, J, j, K] -> [I, s, i, C]; columns are seen from the start of tile I."""
-    P, tiles, s, _, K = rows.shape
-    rows, columns = rows.reshape(P, tiles, s * TILE, K), columns.reshape(P, tiles, tiles * TILE, K)
-    return matmul(rows, columns.mT).reshape(P, tiles, s, TILE, tiles * TILE)
+def _split(x, K):
+    return x[..., :K], x[..., K:]
 
 
-def _keys_of(qk):
-    """[P, I, 2, i, K] -> [P, 1, J, j, K]."""
-    return qk[:, None, :, 1]
+def recur(chunks: Chunks, entering: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Outputs [P, C, V], the state entering each chunk [P, K, V], and those that leave the segments [Z, K, V]."""
+    C = layout.chunk
+
+    def step(state, chunk):
+        readers, U, reads, writers, through = chunk
+        read = matmul(readers, state)
+        written = U - read[:, C:]
+        o = read[:, :C] + matmul(reads, written)
+        return through[..., None] * state + matmul(writers, written), (o, state)
+
+    readers = jnp.concatenate([chunks.queries, chunks.W], 1)
+    inputs = map(layout.steps, (readers, chunks.U, chunks.reads, chunks.ending.mT, chunks.through))
+    leaving, (o, states) = lax.scan(step, entering, tuple(inputs))
+    return o.reshape(-1, *o.shape[2:]), states.reshape(-1, *states.shape[2:]), leaving
 
 
-def _pairs_bounded(qk, decay: _Decay, bound):
-    """Σ_K x_i k_j exp(G_i − G_j) for i >= j, x = q and k, as [I, s, i, C]; anything finite for i < j.
+def segment_maps(chunks: Chunks, layout: Layout) -> AffineMap:
+    """Each segment as a map of the state, M [Z, K, K] and S [Z, K, V]."""
+    P, C, K = chunks.W.shape
+    Z, V = P // layout.chunks, chunks.U.shape[-1]
 
-    A tile's pairs meet at its own start: the exponent of its columns is positive, at most 16 |bound|. Both sides carry
-    half of that as a constant power of two, so that neither leaves the range of float32.
-    """
-    tile = jnp.arange(qk.shape[1])
-    half = 2.0 ** round(TILE / 2 * abs(bound) / math.log(2))
-    own_tile = (tile[:, None] == tile)[..., None, None]
-    earlier = decay.to_tile_end[:, None] * decay.between_tiles[..., None, :]
-    own = _scaled_exp(-decay.tile_sum, 1 / half)[:, None]
-    columns = _keys_of(qk) * jnp.where(own_tile, own, earlier / half)
-    return _tile_pairs(qk * _scaled_exp(decay.tile_sum, half)[:, :, None], columns)
+    def step(maps, chunk):
+        W, U, writers, through = chunk
+        written = jnp.concatenate([jnp.zeros_like(W), U], -1) - matmul(W, maps)
+        return through[..., None] * maps + matmul(writers, written), None
 
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _scaled_exp(x, factor):
-    """exp(x) · factor; the derivative is the value itself, so it does not leave the range of the value either."""
-    return jnp.exp(x) * factor
+    identity = jnp.broadcast_to(jnp.eye(K, K + V, dtype=chunks.U.dtype), (Z, K, K + V))
+    inputs = map(layout.steps, (chunks.W, chunks.U, chunks.ending.mT, chunks.through))
+    maps, _ = lax.scan(step, vary_like(identity, chunks.U), tuple(inputs))
+    return _split(maps, K)
 
 
-@_scaled_exp.defjvp
-def _scaled_exp_jvp(factor, primals, tangents):
-    y = _scaled_exp(*primals, factor)
-    return y, y * tangents[0]
+def recur_backward(chunks: Chunks, do: jax.Array, d_leaving: jax.Array, layout: Layout):
+    """Cotangents of Ṽ [P, C, V], of the state leaving each chunk [P, K, V], and of those entering segments [Z, K, V]."""
+
+    def step(d_state, chunk):
+        readers, own, ending, through, do = chunk
+        d_written = own + matmul(ending, d_state)
+        entering = through[..., None] * d_state + matmul(readers, jnp.concatenate([do, -d_written], 1))
+        return entering, (d_written, d_state)
+
+    readers = jnp.concatenate([chunks.queries, chunks.W], 1).mT
+    own = matmul(chunks.reads.mT, do)
+    inputs = map(layout.steps, (readers, own, chunks.ending, chunks.through, do))
+    entering, (d_written, d_states) = lax.scan(step, d_leaving, tuple(inputs), reverse=True)
+    return d_written.reshape(do.shape), d_states.reshape(-1, *d_states.shape[2:]), entering
 
 
-def _pairs_pointwise(qk, decay: _Decay):
-    """As `_pairs_bounded`, for any gate: each pair of a tile has its own exponent, a sum that is empty for i <= j."""
-    P, tiles, _, _, K = qk.shape
-    i, j, t = (lax.broadcasted_iota(jnp.int32, (TILE, TILE, TILE), axis) for axis in (0, 1, 2))
-    after_j_to_i = ((j < t) & (t <= i)).astype(qk.dtype).reshape(-1, TILE)
-    weights = jnp.exp(matmul(after_j_to_i, decay.g)).reshape(P, tiles, TILE, TILE, K)
-    weighted_keys = weights * qk[:, :, 1, None]
-    inside = jnp.sum(qk[..., None, :] * weighted_keys[:, :, None], -1)
-    between = decay.to_tile_end[:, None] * decay.between_tiles[..., None, :]
-    across = _tile_pairs(qk * decay.from_tile[:, :, None], _keys_of(qk) * between)
-    tile = jnp.arange(tiles)
-    own_tile = (tile[:, None] == tile)[:, None, None, :, None]
-    by_tile = across.reshape(P, tiles, 2, TILE, tiles, TILE)
-    return jnp.where(own_tile, inside[..., None, :], by_tile).reshape(across.shape)
+def prepare_backward(r: Inputs, m: Masks | None, chunks: Chunks, states, do, d_written, d_states):
+    """Cotangents of q, k, v, g and β [P, C, ...] from those of the outputs, of Ṽ and of the states between chunks."""
+    C, K = r.q.shape[1:]
+    row, column = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+    visible, entering, leaving, _ = (None,) * 4 if m is None else m
+    written = chunks.U - matmul(chunks.W, states)
+    through = chunks.through * jnp.sum(states * d_states, -1)
 
+    d_readers = matmul(jnp.concatenate([do, -d_written], 1), states.mT)
+    d_solved = matmul(chunks.inverse.mT, jnp.concatenate([d_readers[:, C:], d_written], -1))
+    solved = jnp.concatenate([chunks.W, chunks.U], -1)
+    d_A = jnp.where(row > column, where(visible, -matmul(d_solved, solved.mT)), 0)
+    d_reads = jnp.where(row > column, where(visible, matmul(do, written.mT)), 0)
+    keys = r.beta * r.k
+    _, transpose = jax.vjp(r.pairs, r.q, keys, r.k)
+    d_q, d_keys, d_columns = transpose((d_reads, d_A))
 
-@jax.custom_jvp
-def unit_lower_inverse(A):
-    """(I + A)⁻¹ of strictly lower triangular A [..., C, C], by substitution of blocks of 1, 2, 4, … rows.
-
-    Block b of size n is already inverted; the pair (b, b + 1) is [[P, 0], [R, Q]], whose inverse has −Q⁻¹ R P⁻¹ below.
-    Its errors are those of substitution row by row (repeated squaring loses all digits on similar keys).
-    """
-    C = A.shape[-1]
-    i, j = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
-
-    def join(level, X):
-        # Below the diagonal, the highest bit in which i and j differ says which level joins them.
-        R = jnp.where((i ^ j) >> level == 1, A, 0)
-        return X - matmul(matmul(X, R), X)
-
-    X = jnp.where(i == j, 1, 0) - jnp.where(i ^ j == 1, A, 0)
-    return lax.fori_loop(1, (C - 1).bit_length(), join, X)
-
-
-@unit_lower_inverse.defjvp
-def _unit_lower_inverse_jvp(primals, tangents):
-    X = unit_lower_inverse(*primals)
-    return X, -matmul(matmul(X, tangents[0]), X)
+    d_q += r.from_start(where(entering, d_readers[:, :C]))
+    d_keys += r.from_start(where(entering, d_solved[..., :K]))
+    ending = r.to_end(where(leaving, matmul(written, d_states.mT)))
+    d_columns += ending
+    d_values = d_solved[..., K:]
+    # exp(G) multiplies queries and keys, exp(−G) columns, and exp(G_C) what reaches the chunk's end; G sums g.
+    d_sum = r.q * d_q + keys * d_keys - r.k * d_columns
+    d_sum = d_sum.at[:, -1].add(through + jnp.sum(r.k * ending, 1))
+    # A query meets the key of its own token without decay: in d_sum that would only leave rounding.
+    d_same = jnp.sum(do * written, -1, keepdims=True)
+    d_q += d_same * r.k
+    d_columns += d_same * r.q
+    d_g = matmul(jnp.broadcast_to((row <= column).astype(d_sum.dtype), (len(d_sum), C, C)), d_sum)
+    d_beta = jnp.sum(d_keys * r.k, -1, keepdims=True) + jnp.sum(d_values * r.v, -1, keepdims=True)
+    return d_q, r.beta * d_keys + d_columns, r.beta * d_values, d_g, d_beta

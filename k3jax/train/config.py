@@ -24,7 +24,7 @@ class StepConfig:
     model: ModelConfig = dataclasses.field(default_factory=lambda: get("nano"))
     global_batch: int = 32
     """Sequences in one optimizer step, over all ranks and microbatches."""
-    seq_len: int = 128
+    seq_len: int = 64
     """Tokens of one sequence."""
     microbatches: int = 4
     """Parts of the batch that pass the pipeline one after the other; gradients add up."""

@@ -18,7 +18,7 @@ from jax import lax
 
 from k3jax.compat import vary_like
 from k3jax.ops.kda.affine import AffineMap, matmul
-from k3jax.ops.kda.pairs import TILE, Decays, decays, fits_promise, lift_of, pairs, unit_lower_inverse
+from k3jax.ops.kda.pairs import TILE, Decays, decays, pairs, unit_lower_inverse
 
 
 class Layout(NamedTuple):
@@ -120,7 +120,6 @@ class Inputs(NamedTuple):
     beta: jax.Array
     """[P, C, 1]."""
     decay: Decays
-    lift: float
 
     def tiled(self, x: jax.Array) -> jax.Array:
         P, C, D = x.shape
@@ -137,15 +136,14 @@ class Inputs(NamedTuple):
     def pairs(self, queries: jax.Array, keys: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Pairs of both rows with the columns, [P, C, C] each: below the diagonal and on it, 0 or finite above."""
         x = jnp.stack([self.tiled(queries), self.tiled(keys)], 2)
-        out = pairs(x, self.tiled(columns), self.decay, self.lift)
+        out = pairs(x, self.tiled(columns), self.decay)
         C = queries.shape[1]
         return out[:, :, 0].reshape(-1, C, C), out[:, :, 1].reshape(-1, C, C)
 
 
 def cut(q, k, v, g, beta, layout: Layout, scale: float, gate_lower_bound: float | None, dtype) -> Inputs:
     q, k, v, g, beta = (layout.cut(x).astype(dtype) for x in (q, k, v, g, beta[..., None]))
-    lift = lift_of(gate_lower_bound)
-    return Inputs(scale * q, k, v, beta, decays(g, promise=fits_promise(gate_lower_bound)), lift)
+    return Inputs(scale * q, k, v, beta, decays(g, gate_lower_bound))
 
 
 def prepare(r: Inputs, m: Masks | None, solved: tuple[jax.Array, jax.Array] | None = None) -> Chunks:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ class Decays(NamedTuple):
     """[P, I, i, K]: after the token, to its tile's end."""
     spans: dict[str | int, jax.Array]
     """[P, tiles, K] between places of the chunk: see `_chunk_spans`."""
+    lift: float
+    """Rows are multiplied with it and columns divided by it."""
 
 
 @functools.cache
@@ -68,12 +70,17 @@ def _chunk_spans(tiles: int) -> tuple[dict[str | int, slice], np.ndarray]:
     # Places of tile t: 2 t its start, 2 t + 1 its anchor, 2 t + 2 its end; a part lies between two of them.
     part = np.concatenate([2 * tile, 2 * tile + 1])
     anchor, end = 2 * tile + 1, 2 * tile + 2
-    spans = {"start": (0 * tile, anchor), "end": (end, 2 * tiles + 0 * tile), "through": ([0], [2 * tiles])}
+    spans: dict[str | int, Any] = {
+        "start": (0 * tile, anchor),
+        "end": (end, 2 * tiles + 0 * tile),
+        "through": ([0], [2 * tiles]),
+    }
     for m in _halves(tiles):
         border = 2 * (tile - tile % (2 * m) + m) + 1
         later = (tile & m).astype(bool)
         spans[m] = np.where(later, border, end), np.where(later, anchor, border)
-    places, rows = {}, []
+    places: dict[str | int, slice] = {}
+    rows = []
     for name, (begins, ends) in spans.items():
         places[name] = slice(len(rows), len(rows) + len(begins))
         rows += [(begin <= part) & (part < end) for begin, end in zip(begins, ends, strict=True)]
@@ -85,20 +92,19 @@ def _halves(n: int) -> list[int]:
     return [1 << level for level in range((n - 1).bit_length())]
 
 
-def fits_promise(gate_lower_bound: float | None) -> bool:
-    """Whether the columns of a tile may grow under g >= gate_lower_bound."""
-    return gate_lower_bound is not None and TILE * abs(gate_lower_bound) <= MAX_EXPONENT
+def lift(gate_lower_bound: float | None) -> float | None:
+    """If g >= gate_lower_bound lets the columns of a tile grow: the constant power of two that rows are multiplied with
+    and columns divided by, half of the largest exponent for each, so that neither leaves the range of float32."""
+    if gate_lower_bound is None or TILE * abs(gate_lower_bound) > MAX_EXPONENT:
+        return None
+    return 2.0 ** round(TILE / 2 * abs(gate_lower_bound) / math.log(2))
 
 
-def lift_of(gate_lower_bound: float | None) -> float:
-    """A constant power of two that rows are multiplied with and columns divided by, so that neither side of a tile leaves
-    the range of float32: half of the largest exponent for each."""
-    return 2.0 ** round(TILE / 2 * abs(gate_lower_bound) / math.log(2)) if fits_promise(gate_lower_bound) else 1.0
-
-
-def decays(g_PCK: jax.Array, *, promise: bool) -> Decays:
+def decays(g_PCK: jax.Array, gate_lower_bound: float | None) -> Decays:
     """Decay factors of chunks of log decays; C a power of two of at least 16."""
     P, C, K = g_PCK.shape
+    lifted = lift(gate_lower_bound)
+    promise = lifted is not None
     g = jnp.maximum(g_PCK, FORGET).reshape(P * C // TILE, TILE, K)
     member = jnp.asarray(_tile_sums(promise), g.dtype)
     sums = matmul(jnp.broadcast_to(member, (len(g), *member.shape)), g).reshape(P, C // TILE, -1, TILE, K)
@@ -112,10 +118,11 @@ def decays(g_PCK: jax.Array, *, promise: bool) -> Decays:
         None if promise else jnp.exp(sums[:, :, 2:]),
         jnp.exp(sums[:, :, 1]),
         {name: spans[:, place] for name, place in places.items()},
+        lifted or 1.0,
     )
 
 
-def pairs(x: jax.Array, k: jax.Array, decay: Decays, lift: float) -> jax.Array:
+def pairs(x: jax.Array, k: jax.Array, decay: Decays) -> jax.Array:
     """Σ_K x_i k_j exp(G_i − G_j) for i >= j, as [P, I, s, i, C] (0 or finite for i < j); x [P, I, s, i, K], k [P, I, j, K].
 
     Linear in x and in k: its transpose is autodiff's, and gradients of the decays follow from those of x and k.
@@ -124,9 +131,9 @@ def pairs(x: jax.Array, k: jax.Array, decay: Decays, lift: float) -> jax.Array:
     i, j = np.mgrid[:TILE, :TILE]
     merged = lambda rows: rows.reshape(*rows.shape[:-3], s * TILE, K)
     products = lambda rows, columns: matmul(rows, columns.mT)
-    rows = x * lift * decay.from_anchor[:, :, None]
+    rows = x * decay.lift * decay.from_anchor[:, :, None]
     if decay.growth is not None:
-        out = products(merged(rows), k * (decay.growth / lift))
+        out = products(merged(rows), k * (decay.growth / decay.lift))
     else:
         assert decay.halves is not None
         diagonal = jnp.sum(x * k[:, :, None], -1).reshape(P, tiles, s * TILE, 1)
@@ -143,7 +150,7 @@ def pairs(x: jax.Array, k: jax.Array, decay: Decays, lift: float) -> jax.Array:
         halves = lambda a, m=m: a.reshape(P, tiles // (2 * m), 2, m, *a.shape[2:])
         span = halves(decay.spans[m])
         later = merged(halves(rows)[:, :, 1] * span[:, :, 1, :, None, None])
-        earlier = halves(ended)[:, :, 0] * (span[:, :, 0] / lift)[:, :, :, None]
+        earlier = halves(ended)[:, :, 0] * (span[:, :, 0] / decay.lift)[:, :, :, None]
         block = products(
             later.reshape(P, tiles // (2 * m), m * s * TILE, K), earlier.reshape(P, tiles // (2 * m), m * TILE, K)
         )

@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import checkify
 from kda_problems import (
     FORWARD,
     GRADIENT,
+    NAMES,
     Problem,
     assert_close,
     cotangents_of,
@@ -21,6 +25,7 @@ from kda_problems import (
 )
 
 from k3jax.ops.kda import kda, kda_step
+from k3jax.ops.kda.segments import plan_segments
 
 BOUND = -5.0
 CONSTANT_GATES = (-0.001, -0.5, -1.0, -1.5, -2.5, -3.0, -5.0)
@@ -73,6 +78,14 @@ def test_chunked_is_right_with_the_cheap_tiles_of_a_bounded_gate(bounded, right_
     assert_close(evaluate(bounded, cotangents_of(bounded), gate_lower_bound=BOUND), right_bounded)
 
 
+@pytest.mark.parametrize("bound", [None, BOUND])
+def test_wide_heads_at_every_gate_strength_lose_no_row(bound):
+    p = problem([*CONSTANT_GATES, BOUND * np.random.default_rng(0).random((128, 2, 128))], 0.9, T=128, K=128, V=128)
+    p = p._replace(beta=np.full_like(p.beta, 0.5))
+    options = {} if bound is None else {"gate_lower_bound": bound}
+    assert_close(evaluate(p, cotangents_of(p), **options), evaluate_definition(p, cotangents_of(p)))
+
+
 def test_promised_bound_too_wide_for_cheap_tiles_is_still_right():
     p = problem([-6.0, -40.0], T=20, documents=(7,))
     assert error(run(p, gate_lower_bound=-40.0)[0], definition(p)[0]) <= FORWARD
@@ -87,22 +100,109 @@ def test_gradients_survive_large_cotangents(bounded, right_bounded, bound):
 
 
 @pytest.mark.parametrize("bound", [None, BOUND])
-def test_prefix_output_does_not_depend_on_its_future_to_the_last_bit(bounded, bound):
-    options = {} if bound is None else {"gate_lower_bound": bound}
+def test_a_prefix_knows_nothing_of_its_future_to_the_last_bit(bound):
+    # Row P - 1 of the batch is cut at P, for every P in 1..67: outputs before the cut and the gradients that they give
+    # stay the same bits when everything behind it is replaced, and nothing behind it gets a gradient.
+    P = np.arange(1, 68)
     rng = np.random.default_rng(5)
-    cotangents = cotangents_of(bounded)
-    base = evaluate(bounded, cotangents, **options)[0]
-    for P in (1, 15, 16, 40, 65, 120):
-        changed = [np.array(x) for x in bounded[:5]]
-        for x in changed:
-            x[:, P:] = rng.permuted(x[:, P:], axis=0)
-        changed[3][:, P] = BOUND
-        out = evaluate(Problem(*changed, *bounded[5:]), cotangents, **options)[0]
-        assert np.array_equal(out[:, :P], base[:, :P])
-        assert not np.array_equal(out[:, P], base[:, P])
+    gates = BOUND * rng.random((len(P), 70, 1, 8))
+    gates[::3] = rng.choice([0, BOUND], gates[::3].shape)
+    base = problem(gates, 0.5, T=70, H=1, K=8, V=4)
+    past = np.arange(70) < P[:, None]
+    other = problem(np.where(past[..., None, None], gates, BOUND - gates), 0.9, T=70, H=1, K=8, V=4, seed=1)
+    mixed = base._replace(
+        **{
+            name: np.where(past.reshape(*past.shape, *(1,) * (a.ndim - 2)), a, b)
+            for name, a, b in zip(base._fields[:5], base[:5], other[:5], strict=True)
+        }
+    )
+    do, d_final = cotangents_of(base)
+    cotangents = np.where(past[..., None, None], do, 0), 0 * d_final
+    options = {} if bound is None else {"gate_lower_bound": bound}
+    a, b = (evaluate(p, cotangents, **options) for p in (base, mixed))
+    for name, x, y in zip(NAMES, a, b, strict=True):
+        if name == "dinitial_state":
+            assert np.array_equal(x, y)
+        elif name != "final_state":
+            assert np.array_equal(x[past], y[past]), name
+            if name != "o":
+                assert not x[~past].any() and not y[~past].any(), name
+    assert not np.array_equal(a[0], b[0])
 
 
-@pytest.mark.parametrize("length", [1, 16, 17, 65, *slow(2, 15, 63, 64)])
+@pytest.mark.parametrize("bound", [None, BOUND])
+@pytest.mark.parametrize("options", [{"save_states": False}, {"segments": 2}, {"segments": 3, "save_states": False}])
+def test_states_computed_again_and_segments_side_by_side_change_nothing(options, bound, bounded, right_bounded):
+    few = slice(4, None, 6)  # every sixth problem, so that all gates, cosines and documents appear
+    p = Problem(*(x[few] for x in bounded))
+    cotangents = [x[few] for x in cotangents_of(bounded)]
+    options = options | {"chunk_size": 16} | ({} if bound is None else {"gate_lower_bound": bound})
+    assert_close(evaluate(p, cotangents, **options), [x[few] for x in right_bounded])
+
+
+def test_forward_keeps_the_states_of_all_chunks_only_if_asked():
+    p = problem([-0.1], T=256)
+
+    def residuals(**options):
+        run = lambda *a: jax.vjp(lambda *a: kda(*a, **options), *a)[1]
+        return [x.shape for x in jax.tree.leaves(jax.eval_shape(run, *map(jnp.asarray, p[:5])))]
+
+    states = (4 * 2, 16, 8)
+    assert states in residuals() and states not in residuals(save_states=False)
+    assert sum(map(np.prod, residuals(save_states=False))) < sum(map(np.prod, residuals()))
+
+
+@pytest.mark.parametrize("length", [256, *slow(8192)])
+def test_bfloat16_inputs_lose_no_more_than_their_own_rounding(length):
+    # One limit for both lengths: the error does not grow with the sequence.
+    p = problem([-0.001, -0.05, -5.0], 0.5, T=length, H=1)
+    rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in p[:3]]
+    o, states = definition(Problem(*rounded, *p[3:]))
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in p[:3])
+    got_o, got_state = run(Problem(q, k, v, *p[3:]), gate_lower_bound=BOUND)
+    assert got_o.dtype == jnp.bfloat16 and got_state.dtype == jnp.float32
+    # The output is rounded to bfloat16 once; the state is float32 throughout.
+    assert error(np.asarray(got_o, np.float32), o) <= 4e-3
+    assert error(got_state, states[-1]) <= FORWARD
+
+
+def test_gradients_of_bfloat16_inputs_come_in_their_dtype():
+    p = problem([-0.05, -5.0], 0.5, T=100, H=1)
+    q, k, v, do = (jnp.asarray(x, jnp.bfloat16) for x in (*p[:3], cotangents_of(p)[0]))
+    wide = Problem(*(np.asarray(x, np.float32) for x in (q, k, v)), *p[3:])
+    cotangents = np.asarray(do, np.float32), cotangents_of(p)[1]
+    right = evaluate_definition(wide, cotangents)
+    got = evaluate(Problem(q, k, v, *p[3:]), (do, cotangents[1]))
+    assert [x.dtype.name for x in got] == ["bfloat16", "float32", *["bfloat16"] * 3, *["float32"] * 3]
+    for name, a, b in zip(NAMES, got, right, strict=True):
+        assert error(a.astype(np.float32), b) <= (4e-3 if a.dtype == jnp.bfloat16 else GRADIENT), name
+
+
+def test_a_broken_promise_is_caught_when_checks_are_on():
+    p = problem([-6.0], T=20)
+    checked = jax.jit(checkify.checkify(lambda *a: kda(*a, gate_lower_bound=BOUND)[0], errors=checkify.user_checks))
+    failure, _ = checked(*map(jnp.asarray, p[:5]))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"gate_lower_bound=-5.0 was promised, but g reaches -6"):
+        failure.throw()
+    kept, _ = checked(*map(jnp.asarray, p._replace(g=np.maximum(p.g, BOUND))[:5]))
+    kept.throw()
+
+
+@given(
+    chunks=st.integers(1, 10**6),
+    recurrences=st.integers(1, 4096),
+    cores=st.integers(1, 1024),
+)
+def test_segments_are_planned_for_long_sequences_with_few_heads(chunks, recurrences, cores):
+    segments = plan_segments(chunks, recurrences, cores)
+    assert 1 <= segments <= 32
+    if segments > 1:
+        assert segments * recurrences * 2 <= cores and chunks >= 128 * segments
+    # A million tokens of one head fill a GPU of 132 cores; a batch of heads that fills it already is left alone.
+    assert plan_segments(2**20 // 64, 1, 132) == 32 and plan_segments(2**20 // 64, 96, 132) == 1
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 65, *slow(2, 15, 63, 64, 1000)])
 def test_any_length(length):
     gates = [-0.1, -5.0, -40.0]
     p = problem(gates, 0.5, T=length, documents=[d for d in (2, 16, 30) if d < length])
@@ -122,7 +222,7 @@ def test_gradient_of_a_single_tile(length):
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", [None, BOUND])
 @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 65, 130, 200])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 130, 1000])
 def test_gradients_of_any_length_and_chunk_size(length, chunk_size, bound):
     p = problem([-0.1, -5.0], 0.9, T=length, H=1, K=8, V=4, documents=[d for d in (5, 64, 70) if d < length])
     options = {"chunk_size": chunk_size} | ({} if bound is None else {"gate_lower_bound": bound})
@@ -226,6 +326,7 @@ def test_float64_inputs_are_computed_in_float64():
         ({"implementation": "cuda"}, "'cuda'.*recurrent, chunked"),
         ({"chunk_size": 24}, "chunk_size=24 must be a power of two"),
         ({"chunk_size": 0}, "chunk_size=0 must be a power of two"),
+        ({"segments": 0}, "segments=0 must be at least 1"),
         ({"gate_lower_bound": 0.0}, "gate_lower_bound=0.0 must be negative"),
     ],
 )

@@ -93,6 +93,9 @@ def spread(R, **options):
         pytest.param(2, SEGMENT_IDS, {}, marks=pytest.mark.quick),
         (4, SEGMENT_IDS, {"gate_lower_bound": -5.0}),
         (4, None, {}),
+        (8, SEGMENT_IDS, {"save_states": False}),
+        # Segments on ranks: the first of each may continue the rank before, the others the segment before.
+        (2, SEGMENT_IDS, {"segments": 3, "chunk_size": 16}),
     ],
 )
 def test_kda_on_several_ranks_is_kda_on_one(R, ids, options, inputs):
@@ -120,6 +123,53 @@ def test_gradient_of_an_unvarying_state_is_summed_over_the_ranks(inputs):
     got = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=specs, out_specs=P()))(inputs, cotangents()[0])
     _, _, grads = on_one_device(inputs, ONE_DOCUMENT, (cotangents()[0], np.zeros((B, H, K, V), np.float32)))
     assert relative_error(got, grads[5]) <= 1e-4
+
+
+def test_every_rank_may_use_the_last_state(inputs):
+    # Each rank holds the last state, and the cotangents of all of them count.
+    tokens = P(None, "context")
+
+    def local(inputs, cotangents):
+        run = lambda *a: kda_context_parallel(*a)[1]
+        return jax.vjp(run, *inputs)[1](cotangents[0])
+
+    parts = np.random.default_rng(2).normal(size=(4, B, H, K, V)).astype(np.float32)
+    specs = ((tokens,) * 5, P("context"))
+    got = jax.jit(jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=(tokens,) * 5))(inputs[:5], parts)
+    no_state = (*inputs[:5], np.zeros_like(inputs[5]))
+    _, _, right = on_one_device(no_state, ONE_DOCUMENT, (np.zeros((B, T, H, V), np.float32), parts.sum(0)))
+    for a, b in zip(got, right[:5], strict=True):
+        # The queries do not reach the state.
+        assert relative_error(a, b) <= 1e-4 if b.any() else not np.asarray(a).any()
+
+
+def compiled_all_gathers(length, backward):
+    """Shapes of the results of all collectives in the compiled program, on 4 ranks."""
+    tokens = P(None, "context")
+
+    def local(q, k, v, g, beta, ids):
+        run = lambda *a: kda_context_parallel(*a, segment_ids=ids)[0]
+        return jax.vjp(run, q, k, v, g, beta)[1](v) if backward else run(q, k, v, g, beta)
+
+    shapes = [(B, length, H, K), (B, length, H, K), (B, length, H, V), (B, length, H, K), (B, length, H)]
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes] + [jax.ShapeDtypeStruct((B, length), jnp.int32)]
+    program = jax.shard_map(local, mesh=mesh_of(4), in_specs=(tokens,) * 6, out_specs=tokens)
+    text = jax.jit(program).lower(*arrays).compile().as_text()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf"= \(?(\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text)
+
+
+def test_compiled_program_gathers_once_each_way_whatever_the_length():
+    forward = compiled_all_gathers(256, backward=False)
+    both = compiled_all_gathers(256, backward=True)
+    # M and S of all ranks, and 8 numbers of each sequence's documents.
+    assert [kind for _, kind in forward] == ["all-gather"]
+    assert [kind for _, kind in both] == ["all-gather"] * 2
+    numbers = lambda shape: np.prod([int(n) for n in re.findall(r"\d+", shape.split("[")[1])])
+    maps = 4 * B * H * K * (K + V)
+    assert sorted(numbers(shape) for shape, _ in both) == [maps, maps + 4 * B * 8]
+    assert compiled_all_gathers(4096, backward=False) == forward
+    assert compiled_all_gathers(4096, backward=True) == both
 
 
 def collectives(run, R, *arrays):

@@ -127,11 +127,11 @@ class Inputs(NamedTuple):
 
     def from_start(self, x: jax.Array) -> jax.Array:
         """x ⊙ exp(G)."""
-        return (self.tiled(x) * self.decay.from_anchor * self.decay.spans["start"][:, :, None]).reshape(x.shape)
+        return (self.tiled(x) * self.decay.from_anchor * self.decay.start[:, :, None]).reshape(x.shape)
 
     def to_end(self, x: jax.Array) -> jax.Array:
         """x ⊙ exp(G_C − G)."""
-        return (self.tiled(x) * self.decay.to_tile_end * self.decay.spans["end"][:, :, None]).reshape(x.shape)
+        return (self.tiled(x) * self.decay.to_tile_end * self.decay.end[:, :, None]).reshape(x.shape)
 
     def pairs(self, queries: jax.Array, keys: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Pairs of both rows with the columns, [P, C, C] each: below the diagonal and on it, 0 or finite above."""
@@ -169,7 +169,7 @@ def prepare(r: Inputs, m: Masks | None, solved: tuple[jax.Array, jax.Array] | No
         reads,
         inverse,
         where(leaving, r.to_end(r.k)),
-        where(through, r.decay.spans["through"][:, 0]),
+        where(through, r.decay.through),
     )
 
 

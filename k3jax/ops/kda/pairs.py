@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +34,28 @@ class Decays(NamedTuple):
 
     from_anchor: jax.Array
     """[P, I, i, K]: from the tile's anchor to the token."""
-    growth: jax.Array | None
-    """[P, I, i, K]: 1 / from_anchor, at most exp(80); only under a promise."""
-    halves: jax.Array | None
-    """[P, I, level, i, K], without a promise: between the token and the border of the halves of its block of 2, 4, 8, 16."""
     to_tile_end: jax.Array
     """[P, I, i, K]: after the token, to its tile's end."""
-    spans: dict[str | int, jax.Array]
-    """[P, tiles, K] between places of the chunk: see `_chunk_spans`."""
+    growth: jax.Array | None
+    """[P, I, i, K]: 1 / from_anchor, at most exp(80); only under a promise."""
+    near: jax.Array | None
+    """[P, I, level, i, K], without a promise: between the token and the border of the halves of its block of 2, 4, 8, 16."""
+    start: jax.Array
+    """[P, I, K]: from the chunk's start to each tile's anchor."""
+    end: jax.Array
+    """[P, I, K]: from each tile's end to the chunk's."""
+    through: jax.Array
+    """[P, K]: of the whole chunk."""
+    far: tuple[jax.Array, ...]
+    """[P, I, K] for blocks of 2, 4, … tiles: between the anchor of the later half and each tile, to its anchor in the
+    later half, from its end in the earlier."""
     lift: float
     """Rows are multiplied with it and columns divided by it."""
 
 
 @functools.cache
 def _tile_sums(promise: bool) -> np.ndarray:
-    """[sums · i, t]: which tokens t of a tile belong to a sum; the sums in the order of Decays."""
+    """[sums · i, t]: which tokens t of a tile belong to a sum: to the token from the anchor, after it, and `near`."""
     i, t = np.mgrid[:TILE, :TILE]
     sums = [(0 < t) & (t <= i), i < t]
     if not promise:
@@ -59,32 +66,21 @@ def _tile_sums(promise: bool) -> np.ndarray:
 
 
 @functools.cache
-def _chunk_spans(tiles: int) -> tuple[dict[str | int, slice], np.ndarray]:
-    """Where each span lies, and [spans, parts]: which parts of a chunk it sums.
+def _chunk_sums(tiles: int) -> np.ndarray:
+    """[spans, parts]: which parts of a chunk belong to `start`, `end`, `far` of each tile, and `through`, the last.
 
-    Parts are the first token of each tile, then the rest of each tile. Spans: "start", from the chunk's start to each
-    tile's anchor; "end", from each tile's end to the chunk's; "through", the whole chunk; m, in blocks of 2 m tiles,
-    between the anchor of the later half and each tile: to its anchor in the later half, from its end in the earlier.
+    Parts are the first token of each tile, then the rest of each tile.
     """
     tile = np.arange(tiles)
     # Places of tile t: 2 t its start, 2 t + 1 its anchor, 2 t + 2 its end; a part lies between two of them.
     part = np.concatenate([2 * tile, 2 * tile + 1])
     anchor, end = 2 * tile + 1, 2 * tile + 2
-    spans: dict[str | int, Any] = {
-        "start": (0 * tile, anchor),
-        "end": (end, 2 * tiles + 0 * tile),
-        "through": ([0], [2 * tiles]),
-    }
+    spans = [(0 * tile, anchor), (end, 0 * tile + 2 * tiles)]
     for m in _halves(tiles):
-        border = 2 * (tile - tile % (2 * m) + m) + 1
-        later = (tile & m).astype(bool)
-        spans[m] = np.where(later, border, end), np.where(later, anchor, border)
-    places: dict[str | int, slice] = {}
-    rows = []
-    for name, (begins, ends) in spans.items():
-        places[name] = slice(len(rows), len(rows) + len(begins))
-        rows += [(begin <= part) & (part < end) for begin, end in zip(begins, ends, strict=True)]
-    return places, np.stack(rows).astype(np.float32)
+        border = anchor - 2 * (tile % (2 * m)) + 2 * m
+        spans.append((np.minimum(border, end), np.maximum(border, anchor)))
+    begin, end = (np.concatenate(places)[:, None] for places in zip(*spans, strict=True))
+    return np.concatenate([(begin <= part) & (part < end), np.ones((1, 2 * tiles))]).astype(np.float32)
 
 
 def _halves(n: int) -> list[int]:
@@ -109,16 +105,21 @@ def decays(g_PCK: jax.Array, gate_lower_bound: float | None) -> Decays:
     member = jnp.asarray(_tile_sums(promise), g.dtype)
     sums = matmul(jnp.broadcast_to(member, (len(g), *member.shape)), g).reshape(P, C // TILE, -1, TILE, K)
     anchored = sums[:, :, 0]
-    places, member = _chunk_spans(C // TILE)
-    parts = jnp.concatenate([g.reshape(P, C // TILE, TILE, K)[:, :, 0], anchored[:, :, -1]], 1)
-    spans = jnp.exp(matmul(jnp.broadcast_to(jnp.asarray(member, g.dtype), (P, *member.shape)), parts))
+    tiles = C // TILE
+    member = jnp.asarray(_chunk_sums(tiles), g.dtype)
+    parts = jnp.concatenate([g.reshape(P, tiles, TILE, K)[:, :, 0], anchored[:, :, -1]], 1)
+    spans = jnp.exp(matmul(jnp.broadcast_to(member, (P, *member.shape)), parts))
+    start, end, *far = jnp.split(spans[:, :-1], 2 + len(_halves(tiles)), 1)
     return Decays(
-        jnp.exp(anchored),
-        jnp.exp(-anchored) if promise else None,
-        None if promise else jnp.exp(sums[:, :, 2:]),
-        jnp.exp(sums[:, :, 1]),
-        {name: spans[:, place] for name, place in places.items()},
-        lifted or 1.0,
+        from_anchor=jnp.exp(anchored),
+        to_tile_end=jnp.exp(sums[:, :, 1]),
+        growth=jnp.exp(-anchored) if promise else None,
+        near=None if promise else jnp.exp(sums[:, :, 2:]),
+        start=start,
+        end=end,
+        through=spans[:, -1],
+        far=tuple(far),
+        lift=lifted or 1.0,
     )
 
 
@@ -135,20 +136,20 @@ def pairs(x: jax.Array, k: jax.Array, decay: Decays) -> jax.Array:
     if decay.growth is not None:
         out = products(merged(rows), k * (decay.growth / decay.lift))
     else:
-        assert decay.halves is not None
+        assert decay.near is not None
         diagonal = jnp.sum(x * k[:, :, None], -1).reshape(P, tiles, s * TILE, 1)
         stacked = lambda mask: jnp.asarray(np.tile(mask, (s, 1)))
         out = jnp.where(stacked(i == j), diagonal, 0)
         for level, n in enumerate(_halves(TILE)):
             later = jnp.asarray(i[:, :1] & n != 0)
-            factor = decay.halves[:, :, level]
+            factor = decay.near[:, :, level]
             block = products(merged(x * jnp.where(later, factor, 0)[:, :, None]), k * jnp.where(later, 0, factor))
             out = jnp.where(stacked((i ^ j) // n == 1), block, out)
     # From tiles to blocks of 2, 4, … tiles, [P, blocks, tiles · s · i, tiles · j] each.
     ended = k * decay.to_tile_end
-    for m in _halves(tiles):
+    for m, span in zip(_halves(tiles), decay.far, strict=True):
         halves = lambda a, m=m: a.reshape(P, tiles // (2 * m), 2, m, *a.shape[2:])
-        span = halves(decay.spans[m])
+        span = halves(span)
         later = merged(halves(rows)[:, :, 1] * span[:, :, 1, :, None, None])
         earlier = halves(ended)[:, :, 0] * (span[:, :, 0] / decay.lift)[:, :, :, None]
         block = products(

@@ -1,0 +1,1 @@
+"""Benchmarks, run by hand: each compares implementations in one process and prints ratios, errors and a floor."""

@@ -14,9 +14,17 @@ from jaxtyping import Array, Float
 AffineMap = tuple[Float[Array, "*batch K K"], Float[Array, "*batch K V"]]
 
 
+def contract(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Batched product of the last two dims, as in contract("ck,jk->cj", a, b), in full precision.
+
+    A GPU would otherwise round float32 factors to TF32. Letters instead of transposes: those would be copied.
+    """
+    left, right, out = letters.replace("->", ",").split(",")
+    return jnp.einsum(f"...{left},...{right}->...{out}", a, b, precision=lax.Precision.HIGHEST)
+
+
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Batched product in full precision (a GPU would otherwise round float32 factors to TF32)."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    return contract("ik,kj->ij", a, b)
 
 
 def compose(later: AffineMap, earlier: AffineMap) -> AffineMap:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.compat import vary_like
-from k3jax.ops.kda.affine import AffineMap, matmul
+from k3jax.ops.kda.affine import AffineMap, contract, matmul
 from k3jax.ops.kda.pairs import TILE, Decays, decays, pairs, unit_lower_inverse
 
 
@@ -66,8 +66,6 @@ class Chunks(NamedTuple):
 
     queries: jax.Array
     """q⁺ [C, K], 0 where the entering state is of another document."""
-    keys: jax.Array
-    """β k⁺ [C, K], 0 there too."""
     W: jax.Array
     U: jax.Array
     reads: jax.Array
@@ -148,28 +146,25 @@ def cut(q, k, v, g, beta, layout: Layout, scale: float, gate_lower_bound: float 
 
 def prepare(r: Inputs, m: Masks | None, solved: tuple[jax.Array, jax.Array] | None = None) -> Chunks:
     """`solved`: reads and inverse, if they are known already."""
-    keys = r.beta * r.k
     if solved is None:
         C = r.q.shape[1]
         row, column = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
-        reads, A = r.pairs(r.q, keys, r.k)
+        reads, A = r.pairs(r.q, r.k, r.k)
         visible = None if m is None else m.visible
         reads = jnp.where(row >= column, where(visible, reads), 0)
-        inverse = unit_lower_inverse(jnp.where(row > column, where(visible, A), 0))
+        inverse = unit_lower_inverse(jnp.where(row > column, where(visible, r.beta * A), 0))
     else:
         reads, inverse = solved
     entering, leaving, through = (None, None, None) if m is None else m[1:]
-    keys = where(entering, r.from_start(keys))
-    W, U = _split(matmul(inverse, jnp.concatenate([keys, r.beta * r.v], -1)), r.k.shape[-1])
+    solve = inverse * r.beta.mT
     return Chunks(
-        where(entering, r.from_start(r.q)),
-        keys,
-        W,
-        U,
-        reads,
-        inverse,
-        where(leaving, r.to_end(r.k)),
-        where(through, r.decay.through),
+        queries=where(entering, r.from_start(r.q)),
+        W=matmul(solve, where(entering, r.from_start(r.k))),
+        U=matmul(solve, r.v),
+        reads=reads,
+        inverse=inverse,
+        ending=where(leaving, r.to_end(r.k)),
+        through=where(through, r.decay.through),
     )
 
 
@@ -179,18 +174,15 @@ def _split(x, K):
 
 def recur(chunks: Chunks, entering: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Outputs [P, C, V], the state entering each chunk [P, K, V], and those that leave the segments [Z, K, V]."""
-    C = layout.chunk
 
     def step(state, chunk):
-        readers, U, reads, writers, through = chunk
-        read = matmul(readers, state)
-        written = U - read[:, C:]
-        o = read[:, :C] + matmul(reads, written)
-        return through[..., None] * state + matmul(writers, written), (o, state)
+        queries, W, U, reads, ending, through = chunk
+        written = U - matmul(W, state)
+        o = matmul(queries, state) + matmul(reads, written)
+        return through[..., None] * state + contract("ck,cv->kv", ending, written), (o, state)
 
-    readers = jnp.concatenate([chunks.queries, chunks.W], 1)
-    inputs = map(layout.steps, (readers, chunks.U, chunks.reads, chunks.ending.mT, chunks.through))
-    leaving, (o, states) = lax.scan(step, entering, tuple(inputs))
+    inputs = chunks.queries, chunks.W, chunks.U, chunks.reads, chunks.ending, chunks.through
+    leaving, (o, states) = lax.scan(step, entering, tuple(map(layout.steps, inputs)))
     return o.reshape(-1, *o.shape[2:]), states.reshape(-1, *states.shape[2:]), leaving
 
 
@@ -200,13 +192,13 @@ def segment_maps(chunks: Chunks, layout: Layout) -> AffineMap:
     Z, V = P // layout.chunks, chunks.U.shape[-1]
 
     def step(maps, chunk):
-        W, U, writers, through = chunk
+        W, U, ending, through = chunk
         written = jnp.concatenate([jnp.zeros_like(W), U], -1) - matmul(W, maps)
-        return through[..., None] * maps + matmul(writers, written), None
+        return through[..., None] * maps + contract("ck,cv->kv", ending, written), None
 
     identity = jnp.broadcast_to(jnp.eye(K, K + V, dtype=chunks.U.dtype), (Z, K, K + V))
-    inputs = map(layout.steps, (chunks.W, chunks.U, chunks.ending.mT, chunks.through))
-    maps, _ = lax.scan(step, vary_like(identity, chunks.U), tuple(inputs))
+    inputs = chunks.W, chunks.U, chunks.ending, chunks.through
+    maps, _ = lax.scan(step, vary_like(identity, chunks.U), tuple(map(layout.steps, inputs)))
     return _split(maps, K)
 
 
@@ -214,15 +206,14 @@ def recur_backward(chunks: Chunks, do: jax.Array, d_leaving: jax.Array, layout: 
     """Cotangents of Ṽ [P, C, V], of the state leaving each chunk [P, K, V], and of those entering segments [Z, K, V]."""
 
     def step(d_state, chunk):
-        readers, own, ending, through, do = chunk
+        queries, W, own, ending, through, do = chunk
         d_written = own + matmul(ending, d_state)
-        entering = through[..., None] * d_state + matmul(readers, jnp.concatenate([do, -d_written], 1))
-        return entering, (d_written, d_state)
+        entering = contract("ck,cv->kv", queries, do) - contract("ck,cv->kv", W, d_written)
+        return through[..., None] * d_state + entering, (d_written, d_state)
 
-    readers = jnp.concatenate([chunks.queries, chunks.W], 1).mT
-    own = matmul(chunks.reads.mT, do)
-    inputs = map(layout.steps, (readers, own, chunks.ending, chunks.through, do))
-    entering, (d_written, d_states) = lax.scan(step, d_leaving, tuple(inputs), reverse=True)
+    own = contract("ic,iv->cv", chunks.reads, do)
+    inputs = chunks.queries, chunks.W, own, chunks.ending, chunks.through, do
+    entering, (d_written, d_states) = lax.scan(step, d_leaving, tuple(map(layout.steps, inputs)), reverse=True)
     return d_written.reshape(do.shape), d_states.reshape(-1, *d_states.shape[2:]), entering
 
 
@@ -234,20 +225,19 @@ def prepare_backward(r: Inputs, m: Masks | None, chunks: Chunks, states, do, d_w
     written = chunks.U - matmul(chunks.W, states)
     through = chunks.through * jnp.sum(states * d_states, -1)
 
-    d_readers = matmul(jnp.concatenate([do, -d_written], 1), states.mT)
-    d_solved = matmul(chunks.inverse.mT, jnp.concatenate([d_readers[:, C:], d_written], -1))
-    solved = jnp.concatenate([chunks.W, chunks.U], -1)
-    d_A = jnp.where(row > column, where(visible, -matmul(d_solved, solved.mT)), 0)
-    d_reads = jnp.where(row > column, where(visible, matmul(do, written.mT)), 0)
+    d_W = -contract("cv,kv->ck", d_written, states)
+    d_keys, d_values = contract("ic,ik->ck", chunks.inverse, d_W), contract("ic,iv->cv", chunks.inverse, d_written)
+    d_A = -contract("ik,jk->ij", d_keys, chunks.W) - contract("iv,jv->ij", d_values, chunks.U)
+    d_A = jnp.where(row > column, where(visible, d_A), 0)
+    d_reads = jnp.where(row > column, where(visible, contract("iv,jv->ij", do, written)), 0)
     keys = r.beta * r.k
     _, transpose = jax.vjp(r.pairs, r.q, keys, r.k)
-    d_q, d_keys, d_columns = transpose((d_reads, d_A))
+    d_q, d_rows, d_columns = transpose((d_reads, d_A))
 
-    d_q += r.from_start(where(entering, d_readers[:, :C]))
-    d_keys += r.from_start(where(entering, d_solved[..., :K]))
-    ending = r.to_end(where(leaving, matmul(written, d_states.mT)))
+    d_q += r.from_start(where(entering, contract("cv,kv->ck", do, states)))
+    d_keys = d_rows + r.from_start(where(entering, d_keys))
+    ending = r.to_end(where(leaving, contract("cv,kv->ck", written, d_states)))
     d_columns += ending
-    d_values = d_solved[..., K:]
     # exp(G) multiplies queries and keys, exp(−G) columns, and exp(G_C) what reaches the chunk's end; G sums g.
     d_sum = r.q * d_q + keys * d_keys - r.k * d_columns
     d_sum = d_sum.at[:, -1].add(through + jnp.sum(r.k * ending, 1))

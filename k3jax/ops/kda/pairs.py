@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.ops.kda.affine import matmul
+from k3jax.ops.kda.affine import contract, matmul
 
 TILE = 16
 MAX_EXPONENT = 80.0
@@ -131,7 +131,7 @@ def pairs(x: jax.Array, k: jax.Array, decay: Decays) -> jax.Array:
     P, tiles, s, _, K = x.shape
     i, j = np.mgrid[:TILE, :TILE]
     merged = lambda rows: rows.reshape(*rows.shape[:-3], s * TILE, K)
-    products = lambda rows, columns: matmul(rows, columns.mT)
+    products = functools.partial(contract, "ik,jk->ij")
     rows = x * decay.lift * decay.from_anchor[:, :, None]
     if decay.growth is not None:
         out = products(merged(rows), k * (decay.growth / decay.lift))

@@ -34,7 +34,7 @@ class StepConfig:
     """Virtual stages: chunks of layers on each pipeline stage."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """muon keeps AdamW for what is not a matrix."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices, embedding and head."""

@@ -139,9 +139,9 @@ class ModelConfig:
 
 
 PRESETS = {
-    # Eight groups of two slots fit any pipe of 8 devices; its last two layers are MLA, as K3's. init_range 0.2 spreads
-    # the router's scores as K3's are (0.02 · √7168 = 0.2 · √64); see docs/notes/balancing.md.
-    "nano": ModelConfig(name="nano", num_layers=15, pattern="KM", init_range=0.2),
+    # Its last two layers are MLA, as K3's. init_range 0.2 spreads the router's scores as K3's are (0.02 · √7168 =
+    # 0.2 · √64), and depth adds rounding to them: docs/notes/balancing.md says why both matter.
+    "nano": ModelConfig(name="nano", num_layers=7, pattern="KM", init_range=0.2),
     "mini": ModelConfig(
         name="mini",
         vocab_size=512,

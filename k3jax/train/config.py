@@ -24,7 +24,7 @@ class StepConfig:
     model: ModelConfig = dataclasses.field(default_factory=lambda: get("nano"))
     global_batch: int = 32
     """Sequences in one optimizer step, over all ranks and microbatches."""
-    seq_len: int = 64
+    seq_len: int = 128
     """Tokens of one sequence."""
     microbatches: int = 4
     """Parts of the batch that pass the pipeline one after the other; gradients add up."""
@@ -34,7 +34,7 @@ class StepConfig:
     """Virtual stages: chunks of layers on each pipeline stage."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """muon keeps AdamW for what is not a matrix."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices, embedding and head."""

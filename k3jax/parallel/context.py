@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from k3jax.ops.kda import api
-from k3jax.ops.kda.segments import cotangents_between, states_between
+from k3jax.ops.kda.segments import Plan, cotangents_between, evaluate, states_between
 from k3jax.ops.short_conv import short_conv
 
 
@@ -77,10 +77,8 @@ def kda_context_parallel(
         )
     api.check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
     layout = api.layout_of(q, chunk_size, segments)
-    exchange = RankToRank(axis_name)
-    return api.run_chunked(
-        layout, exchange, q, k, v, g, beta, initial_state, segment_ids, scale, gate_lower_bound, save_states
-    )
+    plan = Plan(layout, api.default_scale(q, scale), gate_lower_bound, save_states, RankToRank(axis_name))
+    return evaluate(plan, *api.alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
 
 
 class RankToRank(NamedTuple):

@@ -11,13 +11,13 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
-from k3jax.ops.kda import chunked, reference, segments
+from k3jax.ops.kda import chunked, mosaic, reference
 from k3jax.ops.kda.affine import AffineMap
 from k3jax.ops.kda.pairs import TILE
-from k3jax.ops.kda.segments import Plan, SideBySide, plan_segments
+from k3jax.ops.kda.segments import Plan, SideBySide, evaluate, plan_segments
 
 CHUNK_SIZE = 64
-IMPLEMENTATIONS = ("recurrent", "chunked")
+IMPLEMENTATIONS = ("recurrent", "chunked", "mosaic_gpu")
 
 
 def kda(
@@ -43,13 +43,14 @@ def kda(
     gate_lower_bound promises g >= it everywhere and so makes the tiles of "chunked" cheaper (K3: -5); without it any g
     is right. `jax.experimental.checkify` with user checks catches a broken promise.
 
-    implementation: "recurrent" (the definition), "chunked" (default; chunks of `chunk_size` tokens, gradient by hand).
+    implementation: "recurrent" (the definition), "chunked" (the default everywhere; chunks of `chunk_size` tokens, gradient
+    by hand), "mosaic_gpu" (Hopper kernels: 16-bit q, k, v, a bound of at least -5, K and V 64 or 128, chunks of 64).
     Of "chunked": segments, parts of the sequence that are evaluated side by side (None: as many as keep this device's
     cores busy); save_states, whether backward finds the state of each chunk (B·H·K·V·4 bytes a chunk) or computes it again.
 
-    Raises ValueError for shapes that do not fit together, an unknown implementation, a chunk size that is not a
-    power of two of at least 16, a bound that is not negative, segments < 1. K3 report, section 2.1; Kimi Linear,
-    arXiv:2510.26692.
+    Raises ValueError for shapes that do not fit together, an unknown implementation or one that does not take these
+    inputs, a chunk size that is not a power of two of at least 16, a bound that is not negative, segments < 1.
+    K3 report, section 2.1; Kimi Linear, arXiv:2510.26692.
     """
     check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
     if implementation not in (None, *IMPLEMENTATIONS):
@@ -58,11 +59,18 @@ def kda(
         inputs, state = in_state_dtype(q, k, v, g, beta, initial_state, scale=scale)
         o, final = reference.recurrent(*inputs, initial_state=state, segment_ids=segment_ids)
         return o.astype(v.dtype), final
+    if implementation == "mosaic_gpu":
+        if (chunk_size, segments, save_states) != (CHUNK_SIZE, None, True):
+            raise ValueError(
+                f'implementation="mosaic_gpu" has chunks of {CHUNK_SIZE} and neither segments nor save_states; got '
+                f"chunk_size={chunk_size}, segments={segments}, save_states={save_states}"
+            )
+        options = (("scale", default_scale(q, scale)), ("gate_lower_bound", gate_lower_bound))
+        return mosaic.evaluate(options, *alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
     layout = layout_of(q, chunk_size, segments)
     exchange = SideBySide() if layout.segments > 1 else None
-    return run_chunked(
-        layout, exchange, q, k, v, g, beta, initial_state, segment_ids, scale, gate_lower_bound, save_states
-    )
+    plan = Plan(layout, default_scale(q, scale), gate_lower_bound, save_states, exchange)
+    return evaluate(plan, *alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
 
 
 def layout_of(q: jax.Array, chunk_size: int, segments: int | None) -> chunked.Layout:
@@ -74,26 +82,22 @@ def layout_of(q: jax.Array, chunk_size: int, segments: int | None) -> chunked.La
     return layout._replace(segments=segments)
 
 
-def run_chunked(layout, exchange, q, k, v, g, beta, initial_state, segment_ids, scale, gate_lower_bound, save_states):
-    """`segments.evaluate` of inputs that vary alike over mesh axes, so that its rule need not sum cotangents."""
+def alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound):
+    """The arrays that an implementation with its own gradient gets: a first state, in the dtype that states have, and
+    all varying over the same mesh axes, so that the sum of cotangents over others is not its business."""
     if gate_lower_bound is not None:
-        # Acts under checkify only.
+        # Acts under checkify only. Rounding of the gate itself is no broken promise.
         checkify.debug_check(
-            jnp.all(g >= gate_lower_bound - 1e-3),
+            jnp.all(g >= gate_lower_bound * (1 + 1e-6)),
             f"kda: gate_lower_bound={gate_lower_bound} was promised, but g reaches {{lowest}}",
             lowest=g.min(),
         )
     if initial_state is None:
         initial_state = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]), jnp.float32)
-    arrays = q, k, v, g, beta, initial_state
-    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-    arrays = *arrays[:-1], initial_state.astype(dtype)
-    refs = arrays if segment_ids is None else (*arrays, segment_ids)
-    q, k, v, g, beta, initial_state = (vary_like(x, *refs) for x in arrays)
-    if segment_ids is not None:
-        segment_ids = vary_like(segment_ids, *refs)
-    plan = Plan(layout, default_scale(q, scale), gate_lower_bound, save_states, exchange)
-    return segments.evaluate(plan, q, k, v, g, beta, initial_state, segment_ids)
+    dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta, initial_state), jnp.float32)
+    arrays = q, k, v, g, beta, initial_state.astype(dtype), segment_ids
+    given = [x for x in arrays if x is not None]
+    return tuple(None if x is None else vary_like(x, *given) for x in arrays)
 
 
 def kda_step(

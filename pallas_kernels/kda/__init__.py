@@ -1,0 +1,5 @@
+"""Kimi Delta Attention on Hopper."""
+
+from pallas_kernels.kda.api import Residuals, forward
+
+__all__ = ["Residuals", "forward"]

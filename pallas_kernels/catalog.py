@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import prepare, recurrence
+from pallas_kernels.kda.decays import CHUNK
 
 
 class Shape(NamedTuple):
@@ -42,7 +43,7 @@ class Kernel(NamedTuple):
 def kernels(shape: Shape) -> list[Kernel]:
     """All kernels at this shape; tokens are rounded up to whole chunks."""
     B, T, H, K, V = shape
-    C = prepare.CHUNK
+    C = CHUNK
     N = -(-T // C)
     half = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     full = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)

@@ -18,7 +18,9 @@ GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.inspect", description="What each GPU kernel is and costs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.inspect", description="What each GPU kernel is and costs."
+    )
     for name, default in Shape()._asdict().items():
         allowed = (64, 128) if name.endswith("_dim") else None
         parser.add_argument("--" + name.replace("_", "-"), type=positive, default=default, choices=allowed)

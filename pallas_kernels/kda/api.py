@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kda.prepare import CHUNK, TILE, prepare
+from pallas_kernels.kda.decays import CHUNK, TILE
+from pallas_kernels.kda.prepare import prepare
 from pallas_kernels.kda.recurrence import recurrence
 
 HEAD_DIMS = (64, 128)

@@ -24,7 +24,6 @@ the leaving state, and the entering state passes through only if that is -1.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -34,10 +33,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kda.decays import (
+    CHUNK,
+    CHUNK_BITS,
+    TILE,
+    TILE_BITS,
+    DecaySums,
+    below,
+    columns,
+    constant_split,
+    indices,
+    rows,
+    same,
+)
 from pallas_kernels.mosaic import Products, Transposed, launch, pieces, plain, tiled
 
-CHUNK_BITS, TILE_BITS = 6, 4
-CHUNK, TILE = 2**CHUNK_BITS, 2**TILE_BITS
 BLOCKS = {"tokens": CHUNK, "tile": TILE, "columns": 64}  # columns: as many as keep their arrays in registers
 COLUMNS = BLOCKS["columns"]
 
@@ -91,7 +101,7 @@ def prepare(
     how = {
         "products": Products(interpret),
         "scale": scale,
-        "shift": round(TILE // 2 * abs(gate_lower_bound) / math.log(2)),
+        "shift": constant_split(gate_lower_bound),
         "documents": first is not None,
         "keep_inverse": keep_inverse,
     }
@@ -100,28 +110,6 @@ def prepare(
     body = lambda *refs: kernel(*refs, **how)
     results = launch(body, *arguments, name="kda_prepare", out=out, grid=grid, scratch=scratch, interpret=interpret)
     return Chunks(*results, *(() if keep_inverse else (None,)))
-
-
-def indices():
-    """Row and column number of each element of a chunk's square."""
-    return (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-
-
-def blocks(bits):
-    """Number of the block of 2^bits tokens of each row and column; bits may be known only in a loop."""
-    return (lax.shift_right_logical(x, jnp.full(x.shape, bits)) for x in indices())
-
-
-def same(bits):
-    """Pairs of tokens in one block of 2^bits."""
-    i, j = blocks(bits)
-    return i == j
-
-
-def below(bits):
-    """Pairs (i, j): i in the later and j in the earlier half of one block of 2·2^bits tokens."""
-    i, j = blocks(bits)
-    return same(bits + 1) & (i > j)
 
 
 def kernel(*refs, products: Products, scale: float, shift: int, documents: bool, keep_inverse: bool):
@@ -148,8 +136,6 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool,
     plgpu.barrier_wait(loaded)
 
     i, j = indices()
-    rows = lambda x: lax.broadcast_in_dim(x, (CHUNK, CHUNK), (0,))
-    columns = lambda x: lax.broadcast_in_dim(x, (CHUNK, CHUNK), (1,))
 
     # Documents: who sees whom, whom the entering state reaches, who reaches the leaving state.
     visible = entering = leaving = lambda x: x
@@ -158,20 +144,8 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool,
         entering = lambda x: jnp.where(rows(first[...]) < 0, x, 0.0)
         leaving = lambda x: jnp.where(i >= first[CHUNK - 1], x, 0.0)
 
-    # 1 where j <= i. In shared memory, or the compiler keeps every mask made of it in registers throughout.
-    upto[...] = jnp.where(j <= i, 1.0, 0.0).astype(bf16)
-    plgpu.commit_smem()
-
-    def sums_of_g(chosen):
-        """Sums of g over the chosen tokens j, for every token i; chosen is 1 or 0."""
-        chosen = chosen.astype(bf16)
-        return products(*((chosen, piece) for piece in squares[:3]))
-
-    def to_boundary(bits):
-        """Tokens whose decay lies between token i and the middle of its block of 2·2^bits tokens."""
-        up = upto[...].astype(f32)
-        later = (next(blocks(bits)) & 1) == 1
-        return jnp.where(same(bits), jnp.where(later, up, 1.0 - up), 0.0)
+    decays = DecaySums(products, upto, squares[:3])
+    decays.start()
 
     def block_of_columns(block, sums):
         # Operands are read anew for each use: registers are scarcer than the bandwidth of shared memory.
@@ -186,21 +160,19 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool,
             return tuple(total + masked(x) for total, x in zip(sums, left, strict=True))
 
         def level(bits, sums):
-            factor = jnp.exp(sums_of_g(to_boundary(bits)))
+            factor = jnp.exp(decays.to_middle(bits))
             return add_pairs(sums, factor, factor, below(bits))
 
         plgpu.barrier_wait(g_loaded)
-        for target, piece in zip(squares[:3], pieces(g[...], 3), strict=True):
-            target[...] = piece
-        plgpu.commit_smem()
+        decays.put(g[...])
         pl.when(block + 1 < k_blocks)(lambda: load_g(block + 1))
-        inside = sums_of_g(jnp.where(same(TILE_BITS), upto[...].astype(f32), 0.0))
+        inside = decays.from_tile()
         sums = add_pairs(sums, jnp.exp(inside) * 2.0**shift, jnp.exp(-inside) * 2.0**-shift, same(TILE_BITS))
         sums = lax.fori_loop(TILE_BITS, CHUNK_BITS, level, sums)
-        squares[3][...] = times(k, leaving(jnp.exp(sums_of_g(1.0 - upto[...].astype(f32)))))
+        squares[3][...] = times(k, leaving(jnp.exp(decays.to_end())))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(squares[3], end_g.at[b, h, n, :, part(block)])
-        from_start = entering(jnp.exp(sums_of_g(upto[...])))
+        from_start = entering(jnp.exp(decays.from_start()))
         # Of the last token: 0 if its document is not the one that entered.
         decay[block] = jnp.sum(jnp.where(i == CHUNK - 1, from_start, 0.0), axis=0)
         q[block] = times(q, from_start * scale)

@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.kda.prepare import CHUNK, Chunks
+from pallas_kernels.kda.decays import CHUNK
+from pallas_kernels.kda.prepare import Chunks
 from pallas_kernels.mosaic import Products, Transposed, launch, pieces, plain, tiled
 
 BLOCKS = {"tokens": CHUNK, "columns": 64, "stages": 2}

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import prepare, recurrence
+from pallas_kernels.kda import chunk_gradients, pair_gradients, prepare, recurrence, reverse
 from pallas_kernels.kda.decays import CHUNK
 
 
@@ -49,20 +50,43 @@ def kernels(shape: Shape) -> list[Kernel]:
     full = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     key, value = half(B, N * C, H, K), half(B, N * C, H, V)
     first = jax.ShapeDtypeStruct((B, N * C), jnp.int32)
-    state = full(B, H, K, V)
-    inputs = key, key, value, full(B, N * C, H, K), full(B, H, N * C), first
-    how = {"scale": K**-0.5, "gate_lower_bound": -5.0}
-    chunks = jax.eval_shape(lambda *x: prepare.prepare(*x, **how), *inputs)
-    each = 2 * B * H * N * C  # operations of one multiply and add per token and head
+    beta, state = full(B, H, N * C), full(B, H, K, V)
+    inputs = key, key, value, full(B, N * C, H, K), beta, first
+    gate = {"scale": K**-0.5, "gate_lower_bound": -5.0}
+    make = partial(prepare.prepare, **gate)
+    make_again = partial(prepare.prepare, keep_inverse=True, **gate)
+    pass_again = partial(recurrence.recurrence, keep=True)
+    chunks = jax.eval_shape(make, *inputs)
+    kept = jax.eval_shape(make_again, *inputs)
+    passed = jax.eval_shape(pass_again, kept, state)
+    back = jax.eval_shape(reverse.reverse, kept, value, state)
+    to_chunks = value, beta, first, kept, passed, value, back
+    given = jax.eval_shape(chunk_gradients.chunk_gradients, *to_chunks)
+    pull_pairs = partial(pair_gradients.pair_gradients, **gate)
+
+    each = 2 * B * H * N * C  # operations of one multiply and add for each token and head
+    sums = 3 * C * K  # of log decays over tokens, g in three pieces
     inverse = 5 * 2 * 3 * C * C
-    sums, pairs, left = 3 * 5 * C * K, 2 * 3 * C * K, C * (K + V)
+    preparing = each * (5 * sums + 3 * 2 * C * K + inverse + C * (K + V))
+    passing = each * (4 * K * V + C * V)
     return [
+        Kernel("kda_prepare", prepare.BLOCKS, make, inputs, preparing),
+        Kernel("kda_prepare, for backward", prepare.BLOCKS, make_again, inputs, preparing),
+        Kernel("kda_recurrence", recurrence.BLOCKS, recurrence.recurrence, (chunks, state), passing),
+        Kernel("kda_recurrence, for backward", recurrence.BLOCKS, pass_again, (chunks, state), passing),
+        Kernel("kda_reverse", reverse.BLOCKS, reverse.reverse, (chunks, value, state), each * (3 * K * V + C * V)),
         Kernel(
-            "kda_prepare",
-            prepare.BLOCKS,
-            lambda *x: prepare.prepare(*x, **how),
-            inputs,
-            each * (sums + pairs + left + inverse),
+            "kda_chunk_gradients",
+            chunk_gradients.BLOCKS,
+            chunk_gradients.chunk_gradients,
+            to_chunks,
+            each * (3 * K * V + C * (3 * V + 2 * K) + C * C),
         ),
-        Kernel("kda_recurrence", recurrence.BLOCKS, recurrence.recurrence, (chunks, state), each * (4 * K * V + C * V)),
+        Kernel(
+            "kda_pair_gradients",
+            pair_gradients.BLOCKS,
+            pull_pairs,
+            (key, key, full(B, N * C, H, K), beta, first, given),
+            each * (7 * sums + 3 * 4 * C * K),
+        ),
     ]

@@ -1,5 +1,5 @@
 """Kimi Delta Attention on Hopper."""
 
-from pallas_kernels.kda.api import Residuals, forward
+from pallas_kernels.kda.api import Gradients, Residuals, backward, forward
 
-__all__ = ["Residuals", "forward"]
+__all__ = ["Gradients", "Residuals", "backward", "forward"]

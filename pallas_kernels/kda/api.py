@@ -6,14 +6,18 @@ B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value di
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kda.chunk_gradients import chunk_gradients
 from pallas_kernels.kda.decays import CHUNK, TILE
+from pallas_kernels.kda.pair_gradients import pair_gradients
 from pallas_kernels.kda.prepare import prepare
 from pallas_kernels.kda.recurrence import recurrence
+from pallas_kernels.kda.reverse import reverse
 
 HEAD_DIMS = (64, 128)
 LONGEST_EXPONENT = 80  # nats that one tile may decay by: e^80 is within float32 and bfloat16
@@ -63,6 +67,36 @@ def forward(
     chunks = prepare(*arrays[:6], scale=scale, gate_lower_bound=gate_lower_bound, interpret=interpret)
     passed = recurrence(chunks, initial_state, interpret=interpret)
     return passed.o[:, :T], passed.final_state, Residuals(arrays, T, scale, gate_lower_bound, interpret)
+
+
+class Gradients(NamedTuple):
+    """Of the inputs of `forward`, in their shapes and dtypes; of the initial state even where none was given."""
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    g: Float[Array, "B T H K"]
+    beta: Float[Array, "B T H"]
+    initial_state: Float[Array, "B H K V"]
+
+
+def backward(residuals: Residuals, do: Float[Array, "B T H V"], dfinal_state: Float[Array, "B H K V"]) -> Gradients:
+    """Gradients from the cotangents of `forward`'s output (rounded to bfloat16) and final state (float32).
+
+    The chunks and the states are made again: kept, they would be several times the inputs (a chunk's state alone has
+    twice the size of its q, k and v), and making them again costs about one forward. K3 report, section 2.4.
+    """
+    q, k, v, g, beta, first, initial_state = residuals.arrays
+    how = {"scale": residuals.scale, "gate_lower_bound": residuals.gate_lower_bound, "interpret": residuals.interpret}
+    interpret = residuals.interpret
+    do = padded(do.astype(jnp.bfloat16))
+    chunks = prepare(q, k, v, g, beta, first, keep_inverse=True, **how)
+    passed = recurrence(chunks, initial_state, keep=True, interpret=interpret)
+    back = reverse(chunks, do, dfinal_state.astype(jnp.float32), interpret=interpret)
+    given = chunk_gradients(v, beta, first, chunks, passed, do, back, interpret=interpret)
+    dq, dk, dg, dbeta = pair_gradients(q, k, g, beta, first, given, **how)
+    dq, dk, dv, dg, dbeta = (x[:, : residuals.tokens] for x in (dq, dk, given.v, dg, dbeta.swapaxes(1, 2)))
+    return Gradients(dq, dk, dv, dg, dbeta, back.initial_state)
 
 
 def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound):

@@ -84,7 +84,7 @@ def test_a_small_correction_of_a_large_state_is_not_rounded_away():
 
 
 def test_a_token_depends_on_no_later_one_not_even_through_rounding():
-    p = problem([uniform_gates(100, 64)], 0.9, T=100, K=64, V=64)
+    p = problem([uniform_gates(100, 64, 1)], 0.9, T=100, K=64, V=64, H=1)
     changed = p._replace(
         **{x: np.concatenate([getattr(p, x)[:, :61], getattr(p, x)[:, 61:][:, ::-1]], 1) for x in "kvg"}
     )

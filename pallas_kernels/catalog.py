@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import chunk_gradients, pair_gradients, prepare, recurrence, reverse
+from pallas_kernels.kda import chunk_gradients, decode, pair_gradients, prepare, recurrence, reverse
 from pallas_kernels.kda.decays import CHUNK
 
 
@@ -46,8 +46,8 @@ def kernels(shape: Shape) -> list[Kernel]:
     B, T, H, K, V = shape
     C = CHUNK
     N = -(-T // C)
-    half = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
-    full = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    half: Any = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    full: Any = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     key, value = half(B, N * C, H, K), half(B, N * C, H, V)
     first = jax.ShapeDtypeStruct((B, N * C), jnp.int32)
     beta, state = full(B, H, N * C), full(B, H, K, V)
@@ -63,6 +63,11 @@ def kernels(shape: Shape) -> list[Kernel]:
     to_chunks = value, beta, first, kept, passed, value, back
     given = jax.eval_shape(chunk_gradients.chunk_gradients, *to_chunks)
     pull_pairs = partial(pair_gradients.pair_gradients, **gate)
+
+    D, W = 2 * K + V, 4
+    token = decode.Token(half(B, H, D), full(B, H, K), full(B, H), full(B, H, V))
+    weights = decode.Weights(full(W, H, D), full(H), full(H, K), full(V))
+    one_token = token, weights, state, half(B, W - 1, H, D)
 
     each = 2 * B * H * N * C  # operations of one multiply and add for each token and head
     sums = 3 * C * K  # of log decays over tokens, g in three pieces
@@ -89,4 +94,5 @@ def kernels(shape: Shape) -> list[Kernel]:
             (key, key, full(B, N * C, H, K), beta, first, given),
             each * (7 * sums + 3 * 4 * C * K),
         ),
+        Kernel("kda_decode, one token", decode.BLOCKS, partial(decode.decode_token, **gate), one_token, 0),
     ]

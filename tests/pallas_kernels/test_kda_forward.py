@@ -53,6 +53,7 @@ def test_outputs_and_final_state_are_the_recurrences(make):
         assert distance(got, right) <= CLOSE
 
 
+@pytest.mark.quick
 def test_what_each_kernel_hands_on_is_what_its_plain_function_says():
     p = problem([uniform_gates(128, 64)], 0.9, T=128, K=64, V=64)
     q, k, v, g, beta, state, _ = kernel_inputs(p)
@@ -92,6 +93,7 @@ def test_a_token_depends_on_no_later_one_not_even_through_rounding():
     assert (o[:, :61] == other[:, :61]).all() and not (o[:, 61:] == other[:, 61:]).all()
 
 
+@pytest.mark.quick
 def test_kernels_lower_for_cuda_also_inside_shard_map():
     p = problem([-1.0] * 2, T=70, K=128, V=128, documents=(9,))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

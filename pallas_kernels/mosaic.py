@@ -93,12 +93,8 @@ def launch(
 
     Inside shard_map the results vary over the mesh axes that any argument varies over.
     """
-    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in arguments))
-    missing = [tuple(sorted(varying - jax.typeof(x).mat.varying)) for x in arguments]
-    inputs = [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arguments, missing, strict=True)]
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(inputs[0]).mat) for x in out]
     semantics = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-    return plgpu.kernel(
+    results = plgpu.kernel(
         body,
         out_type=tuple(out),
         grid=tuple(grid.values()),
@@ -107,4 +103,8 @@ def launch(
         kernel_name=name,
         compiler_params=None if interpret else semantics,
         interpret=InterpretParams() if interpret else None,
-    )(*inputs)
+    )(*arguments)
+    # Mosaic types them as varying over nothing.
+    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in arguments))
+    missing = [tuple(sorted(varying - jax.typeof(x).mat.varying)) for x in results]
+    return tuple(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(results, missing, strict=True))

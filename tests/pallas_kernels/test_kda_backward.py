@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 from kernel_problems import BOUND, CLOSE, distance, kernel_inputs, problem, right_answers
 
+from pallas_kernels import mosaic
 from pallas_kernels.kda import backward, chunk_gradients, forward, pair_gradients, reverse
 from pallas_kernels.kda.prepare import prepare
 from pallas_kernels.kda.recurrence import recurrence
@@ -59,19 +61,31 @@ def test_gradients_are_those_of_the_recurrence(make, size):
         assert distance(a, right) <= (CANCELLING if slow_forgetting and name in ("v", "beta") else CLOSE), name
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def attention(q, k, v, g, beta, ids, options):
+    return attention_forward(q, k, v, g, beta, ids, options)[0]
+
+
+def attention_forward(q, k, v, g, beta, ids, options):
+    *out, residuals = forward(q, k, v, g, beta, initial_state=None, segment_ids=ids, **dict(options))
+    return tuple(out), residuals
+
+
+attention.defvjp(attention_forward, lambda _, residuals, cotangents: (*backward(residuals, *cotangents)[:5], None))
+
+
 @pytest.mark.quick
-def test_backward_lowers_for_cuda():
-    p = problem([-1.0], T=70, K=128, V=64, documents=(9,))
+def test_a_custom_rule_lowers_for_cuda_inside_shard_map():
+    # shard_map compares the types of gradients and inputs: those of kernels must vary over the axis as their inputs do.
+    p = problem([-1.0] * 2, T=70, K=128, V=64, documents=(9,))
     q, k, v, g, beta, _, ids = kernel_inputs(p)
-
-    def step(q, k, v, g, beta, ids, do, dfinal):
-        how = {"scale": 0.1, "gate_lower_bound": BOUND}
-        residuals = forward(q, k, v, g, beta, initial_state=None, segment_ids=ids, **how)[2]
-        return backward(residuals, do, dfinal)
-
-    arguments = q, k, v, g, beta, ids, v, jnp.zeros((1, 2, 128, 64))
-    text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("kda_reverse", "kda_chunk_gradients", "kda_pair_gradients"):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    options = (("scale", 0.1), ("gate_lower_bound", BOUND))
+    loss = lambda *x: sum(y.astype(jnp.float32).sum() for y in attention(*x, ids[:1], options))
+    step = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
+    text = sharded.trace(q, k, v, g, beta).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("kda_prepare", "kda_recurrence", "kda_reverse", "kda_chunk_gradients", "kda_pair_gradients"):
         assert name in text
 
 
@@ -112,3 +126,11 @@ def test_what_each_kernel_hands_on_is_what_its_plain_function_says():
         for stage, (results, right) in enumerate(stages):
             for index, (a, b) in enumerate(zip(results, right, strict=True)):
                 assert distance(a, b) <= CLOSE, (stage, index)
+
+
+@pytest.mark.slow
+def test_no_two_accesses_of_shared_memory_race(monkeypatch):
+    # The detector raises at the first race; copies, products and stores of all kernels pass by it.
+    monkeypatch.setattr(mosaic, "InterpretParams", partial(mosaic.InterpretParams, detect_races=True))
+    p = problem([-1.0], 0.5, T=130, K=64, V=128, H=1, documents=(70,))
+    jax.block_until_ready(run(p, cotangents_of(p)))

@@ -103,6 +103,7 @@ def test_gradients_have_the_inputs_shapes_and_dtypes():
     assert (got.initial_state.shape, got.initial_state.dtype) == ((1, 2, 128, 64), jnp.float32)
 
 
+@pytest.mark.slow
 def test_what_each_kernel_hands_on_is_what_its_plain_function_says():
     p = problem([0.1 * uniform_gates(64, 64, 1)], 0.5, T=64, K=64, V=64, H=1)
     q, k, v, g, beta, state, _ = kernel_inputs(p)

@@ -1,0 +1,130 @@
+"""KDA, second stage: the state through the chunks of a sequence. Head-parallel.
+
+B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value dim.
+
+One program carries the state of one head and BLOCKS["columns"] value columns (columns of S evolve independently)
+through all chunks, in registers, float32. Per chunk, from what `prepare` made:
+
+    V' = U - W S        O = Q S + A_qk V'        S <- diag(decay) S + K_endᵀ V'
+
+The loads of a chunk are in flight while the one before is worked on. W S is formed with S in two bfloat16 pieces:
+where the state predicts the value almost exactly, U - W S is what rounding of S to 8 bits would destroy. Backward
+needs the state that enters each chunk and V'; they are written, in bfloat16, only if asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.kda.decays import CHUNK
+from pallas_kernels.kda.prepare import Chunks
+from pallas_kernels.mosaic import Products, Transposed, launch, pieces, plain, tiled
+
+BLOCKS = {"tokens": CHUNK, "columns": 64, "stages": 2}
+
+
+class Passed(NamedTuple):
+    """The recurrence's results; the last two only for backward, else None."""
+
+    o: Float[Array, "B T H V"]
+    final_state: Float[Array, "B H K V"]
+    states: Float[Array, "B H N K V"] | None
+    values: Float[Array, "B H N C V"] | None
+
+
+def recurrence(chunks: Chunks, initial_state: Float[Array, "B H K V"], *, keep=False, interpret=False) -> Passed:
+    """Outputs bfloat16 and final state float32 of all chunks; `keep`: entering states and V' too, bfloat16."""
+    B, H, N, C, K = chunks.w.shape
+    V = chunks.u.shape[-1]
+    columns, stages = BLOCKS["columns"], BLOCKS["stages"]
+    out = [
+        jax.ShapeDtypeStruct((B, N * C, H, V), jnp.bfloat16),
+        jax.ShapeDtypeStruct((B, H, K, V), jnp.float32),
+        *(jax.ShapeDtypeStruct((B, H, N, rows, V), jnp.bfloat16) for rows in (K, C) if keep),
+    ]
+    stage = [(C, K), (C, columns), (C, K), (C, C), (C, K)]
+    scratch = [
+        [tiled(stages, *shape) for shape in stage],
+        plain(stages, K),
+        [tiled(K, columns) for _ in range(2)],
+        [tiled(C, columns) for _ in range(2)],
+        tiled(K, columns, dtype=jnp.float32),
+        plgpu.Barrier(num_arrivals=len(stage) + 1, num_barriers=stages),
+        plgpu.Barrier(),
+    ]
+    body = lambda *refs: kernel(*refs, products=Products(interpret), keep=keep)
+    grid = {"columns": V // columns, "head": H, "batch": B}
+    results = launch(
+        body,
+        *chunks[:6],
+        initial_state,
+        name="kda_recurrence",
+        out=out,
+        grid=grid,
+        scratch=scratch,
+        interpret=interpret,
+    )
+    return Passed(*results, *(() if keep else (None, None)))
+
+
+def kernel(*refs, products: Products, keep: bool):
+    sources, (s_g, o_g, final_g, *kept_g) = refs[:6], refs[6 : 9 + 2 * keep]
+    buffers, decays, s_pieces, (values, o), s, loaded, entered = refs[9 + 2 * keep :]
+    b, h = lax.axis_index("batch"), lax.axis_index("head")
+    N, C = sources[0].shape[2:4]
+    K, width = s.shape
+    columns = pl.ds(lax.axis_index("columns") * width, width)
+
+    def load(n):
+        slot = n % BLOCKS["stages"]
+        for index, (source, target) in enumerate(zip(sources, (*buffers, decays), strict=True)):
+            part = source.at[b, h, n, :, columns] if index == 1 else source.at[b, h, n]
+            plgpu.copy_gmem_to_smem(part, target.at[slot], loaded.at[slot])
+
+    def chunk(n, S):
+        slot = n % BLOCKS["stages"]
+        w, u, q, a, k_end = (x.at[slot] for x in buffers)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results of the chunk before have left shared memory
+        s_pieces[0][...], s_pieces[1][...] = pieces(S, 2)
+        plgpu.commit_smem()
+        # Behind this barrier no thread reads the other slot any more.
+        pl.when(n + 1 < N)(lambda: load(n + 1))
+        plgpu.barrier_wait(loaded.at[slot])
+        hi, lo = s_pieces
+        values[...] = (u[...].astype(jnp.float32) - products((w, hi), (w, lo))).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        o[...] = products((q, hi), (a, values)).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o, o_g.at[b, pl.ds(n * C, C), h, columns])
+        for source, target in zip((hi, values), kept_g, strict=False):
+            plgpu.copy_smem_to_gmem(source, target.at[b, h, n, :, columns])
+        return S * lax.broadcast_in_dim(decays[slot], (K, width), (0,)) + products((Transposed(k_end), values))
+
+    load(0)
+    plgpu.copy_gmem_to_smem(s_g.at[b, h, :, columns], s, entered)
+    plgpu.barrier_wait(entered)
+    s[...] = lax.fori_loop(0, N, chunk, s[...])
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(s, final_g.at[b, h, :, columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def reference(chunks: Chunks, initial_state) -> Passed:
+    """The same from the definition, in the dtype of the chunks."""
+    S, o, states, values = initial_state, [], [], []
+    for n in range(chunks.w.shape[2]):
+        w, u, q, a, k_end, decay = (x[:, :, n] for x in chunks[:6])
+        states.append(S)
+        values.append(u - w @ S)
+        o.append(q @ S + a @ values[-1])
+        S = decay[..., None] * S + jnp.swapaxes(k_end, -1, -2) @ values[-1]
+    stacked = lambda x: jnp.stack(x, axis=2)
+    B, H, N, C, V = stacked(o).shape
+    return Passed(stacked(o).reshape(B, H, N * C, V).swapaxes(1, 2), S, stacked(states), stacked(values))

@@ -1,0 +1,43 @@
+"""The kernel inspector says what a kernel costs, and what it cannot say here."""
+
+import pytest
+
+from pallas_kernels import aot, inspect
+from pallas_kernels.catalog import Shape, kernels
+
+
+def test_every_kernel_is_listed_with_blocks_bytes_and_roofline(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "what_is_missing", lambda: "no compiler here")
+    assert inspect.main(["--tokens=64", "--heads=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "not compiled: no compiler here" in printed and "H200" in printed
+    for kernel in kernels(Shape(tokens=64, heads=1)):
+        blocks = " ".join(f"{name}={size}" for name, size in kernel.blocks.items())
+        assert f"{kernel.name}   {blocks}\n  {kernel.bytes / 1e6:.1f} MB" in printed
+
+
+def test_bytes_are_those_of_inputs_and_outputs():
+    prepare, *_ = kernels(Shape(tokens=64, heads=1))
+    inputs = 64 * (3 * 128 * 2 + 128 * 4 + 4 + 4)
+    outputs = 64 * (4 * 128 * 2 + 64 * 2) + 128 * 4
+    assert prepare.bytes == inputs + outputs
+
+
+def test_work_grows_with_whole_chunks_of_tokens():
+    work = lambda tokens: [kernel.operations for kernel in kernels(Shape(tokens=tokens))]
+    assert work(65) == [2 * x for x in work(64)]
+
+
+@pytest.mark.parametrize("argument", ["--tokens=0", "--key-dim=60", "--heads=many"])
+def test_a_bad_shape_exits_with_2(argument, capsys):
+    with pytest.raises(SystemExit) as error:
+        inspect.main([argument])
+    assert error.value.code == 2 and argument.split("=")[0] in capsys.readouterr().err
+
+
+def test_a_spilling_kernel_fails_the_inspection(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "what_is_missing", lambda: None)
+    monkeypatch.setattr(aot, "restart_ready_to_compile", lambda: None)
+    monkeypatch.setattr(aot, "compile_kernel", lambda *_: aot.Machine(255, 8, 100, 1, 1))
+    assert inspect.main(["--tokens=64"]) == 1
+    assert "8 bytes spilled" in capsys.readouterr().out

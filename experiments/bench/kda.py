@@ -111,7 +111,7 @@ def with_backward(run, q, k, v, z, beta, do):
     return o, *pullback(do)
 
 
-def floor(B: int, T: int, H: int, K: int, V: int, C: int = 64) -> dict[str, dict[str, float]]:
+def floor(B: int, T: int, H: int, K: int, V: int, C: int = 64) -> dict[str, dict[str, int]]:
     """Operations and bytes that no chunked evaluation saves: products over the lower triangle of pairs, the solve, the
     state's read, write and update; exponentials of one decay in each direction of a tile; every array once."""
     tokens = B * T * H
@@ -146,7 +146,7 @@ def in_float64(arrays: tuple[np.ndarray, ...], bound: float) -> list[np.ndarray]
 def bench(config: BenchKda, shape: tuple[int, ...], rates: dict[str, float]) -> list[dict[str, Any]]:
     """One record an implementation and direction."""
     arrays = problem(*shape)
-    programs = {
+    programs: dict[str, tuple[Any, tuple[np.ndarray, ...]]] = {
         name: (functools.partial(ours, OPTIONS[name](config.gate_lower_bound), config.gate_lower_bound), arrays)
         for name in config.implementations
     }
@@ -162,7 +162,8 @@ def bench(config: BenchKda, shape: tuple[int, ...], rates: dict[str, float]) -> 
         ):
             compiled = jax.jit(function).lower(*given).compile()
             runs[name, direction] = functools.partial(compiled, *given)
-            memory[name, direction] = compiled.memory_analysis().temp_size_in_bytes
+            analysis: Any = compiled.memory_analysis()
+            memory[name, direction] = analysis.temp_size_in_bytes
     seconds = in_turns({str(key): run for key, run in runs.items()}, config.rounds)
     right = in_float64(arrays, config.gate_lower_bound) if config.errors else None
     records = []

@@ -45,7 +45,7 @@ def forward(
     initial_state: Float[Array, "B H K V"] | None,
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
-    gate_lower_bound: float,
+    gate_lower_bound: float | None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Residuals]:
     """Kimi Delta Attention: (o bfloat16, final state float32, residuals for `backward`).
@@ -58,6 +58,7 @@ def forward(
     K3 report, sections 2.1 and 2.3; Kimi Linear, arXiv:2510.26692.
     """
     check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound)
+    assert gate_lower_bound is not None
     B, T, H, K = q.shape
     if initial_state is None:
         initial_state = jnp.zeros((B, H, K, v.shape[-1]), jnp.float32)

@@ -17,29 +17,33 @@ SMALL = dataclasses.replace(tiny.MODEL, num_layers=2, attn_res_block=None, dense
 STEP = dataclasses.replace(tiny.STEP, model=SMALL, seq_len=8, global_batch=4)
 
 
-def one_target_batch() -> Batch:
-    """One real target in the first sequence, seven in the last, none elsewhere."""
+def rare_targets_batch(last: int) -> Batch:
+    """One real target, at place 5 of the first sequence, and `last` of them in the last sequence."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, 32, (4, 8)).astype(np.int32)
     targets = np.full((4, 8), -1, np.int32)
     targets[0, 5] = 3
-    targets[3, :7] = tokens[3, 1:]
+    targets[3, :last] = tokens[3, 1 : 1 + last]
     return Batch(tokens, targets, np.zeros((4, 8), np.int32))
 
 
 @functools.cache
-def rare_targets(mesh: str) -> tuple[float, dict[str, np.ndarray]]:
+def prepared(mesh: str):
     step = tiny.train_step(mesh, dataclasses.replace(STEP, microbatches=1))
-    state = step.init()
-    out = step.gradients(state.params, state.balance, step.place(one_target_batch()))
+    return step, step.init()
+
+
+def rare_targets(mesh: str, last: int) -> tuple[float, dict[str, np.ndarray]]:
+    step, state = prepared(mesh)
+    out = step.gradients(state.params, state.balance, step.place(rare_targets_batch(last)))
     return float(out.loss), tiny.by_layer(SMALL, step.layout, out.grads)
 
 
-@pytest.mark.parametrize("mesh", ["context=4", "data=2"])
-def test_loss_and_gradients_divide_by_the_global_count_of_targets(mesh):
+@pytest.mark.parametrize("mesh, last", [("context=2", 0), ("context=4", 0), ("context=4", 7), ("data=2", 7)])
+def test_loss_and_gradients_divide_by_the_global_count_of_targets(mesh, last):
     """Shards that divide by their own count give a half of the gradient, or a quarter, where targets are rare."""
-    want_loss, want = rare_targets("data=1")
-    loss, grads = rare_targets(mesh)
+    want_loss, want = rare_targets("data=1", last)
+    loss, grads = rare_targets(mesh, last)
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert np.log(32) / 2 < loss < 2 * np.log(32)  # a mean over targets, not over tokens
     for name, right in want.items():
@@ -68,15 +72,34 @@ def test_balancing_moves_once_a_step_also_under_recomputation_and_never_in_evalu
 
 
 def loop_copies(hlo: str) -> list[tuple[int, ...]]:
-    """Shapes of the copies in bodies of while loops."""
-    bodies, shapes, computation = set(re.findall(r"body=%?([\w.\-]+)", hlo)), [], ""
+    """Shapes of the copies in bodies of while loops, and in what those call: branches, inner loops."""
+    called, copies, inside, computation = set(re.findall(r"body=%?([\w.\-]+)", hlo)), {}, {}, ""
     for line in hlo.splitlines():
         if opened := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
             computation = opened.group(1)
-        copied = re.search(r"= \w+\[([\d,]*)\]\S* copy\(", line)
-        if copied and computation in bodies:
-            shapes.append(tuple(int(n) for n in copied.group(1).split(",") if n))
-    return shapes
+        if copied := re.search(r"= \w+\[([\d,]*)\]\S* copy\(", line):
+            shape = tuple(int(n) for n in copied.group(1).split(",") if n)
+            copies.setdefault(computation, []).append(shape)
+        for names in re.findall(
+            r"(?:branch_computations|true_computation|false_computation|to_apply)=\{?([^,}]*(?:, %[^,}]*)*)", line
+        ):
+            inside.setdefault(computation, set()).update(re.findall(r"%?([\w.\-]+)", names))
+    while new := set().union(*(inside.get(name, set()) for name in called)) - called:
+        called |= new
+    return [shape for name in called for shape in copies.get(name, [])]
+
+
+def test_a_store_updated_inside_a_branch_would_be_noticed():
+    """The mistake that the next test looks for: XLA copies the whole store in the branches and in the loop."""
+
+    def tick(carry, kind):
+        put = lambda store, x: (store.at[kind].set(x), x + 1)
+        take = lambda store, x: (store, x + store[kind])
+        return jax.lax.switch(kind % 2, [put, take], *carry), None
+
+    loop = jax.jit(lambda store, x, kinds: jax.lax.scan(tick, (store, x), kinds)[0])
+    hlo = loop.lower(np.zeros((5, 7, 11)), np.zeros((7, 11)), np.arange(4)).compile().as_text()
+    assert loop_copies(hlo).count((5, 7, 11)) >= 3
 
 
 def test_the_loop_copies_no_store_and_no_sum_of_gradients():

@@ -237,14 +237,15 @@ def prepare_backward(r: Inputs, m: Masks | None, chunks: Chunks, states, do, d_w
     d_q += r.from_start(where(entering, contract("cv,kv->ck", do, states)))
     d_keys = d_rows + r.from_start(where(entering, d_keys))
     ending = r.to_end(where(leaving, contract("cv,kv->ck", written, d_states)))
-    d_columns += ending
-    # exp(G) multiplies queries and keys, exp(−G) columns, and exp(G_C) what reaches the chunk's end; G sums g.
+    # Pairs and what the entering state gives decay by G up to their row, and pairs from their column on: g_t has a part in
+    # all of its chunk from t on. What reaches the chunk's end decays by the g after it: g_t has a part in all before t.
     d_sum = r.q * d_q + keys * d_keys - r.k * d_columns
-    d_sum = d_sum.at[:, -1].add(through + jnp.sum(r.k * ending, 1))
+    d_columns += ending
     # A query meets the key of its own token without decay: in d_sum that would only leave rounding.
     d_same = jnp.sum(do * written, -1, keepdims=True)
     d_q += d_same * r.k
     d_columns += d_same * r.q
-    d_g = matmul(jnp.broadcast_to((row <= column).astype(d_sum.dtype), (len(d_sum), C, C)), d_sum)
+    spread = lambda mask: jnp.broadcast_to(mask.astype(d_sum.dtype), (len(d_sum), C, C))
+    d_g = matmul(spread(row <= column), d_sum) + matmul(spread(column < row), r.k * ending) + through[:, None]
     d_beta = jnp.sum(d_keys * r.k, -1, keepdims=True) + jnp.sum(d_values * r.v, -1, keepdims=True)
     return d_q, r.beta * d_keys + d_columns, r.beta * d_values, d_g, d_beta

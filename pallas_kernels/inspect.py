@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import NoReturn
 
 from pallas_kernels import aot
 from pallas_kernels.catalog import Kernel, Shape, kernels
@@ -18,12 +19,11 @@ GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.inspect", description="What each GPU kernel is and costs."
-    )
+    parser = Parser(prog="python -m pallas_kernels.inspect", description="What each GPU kernel is and costs.")
     for name, default in Shape()._asdict().items():
         allowed = (64, 128) if name.endswith("_dim") else None
-        parser.add_argument("--" + name.replace("_", "-"), type=positive, default=default, choices=allowed)
+        words = f"{name.replace('_', ' ')} of the stated shape (default {default})"
+        parser.add_argument("--" + name.replace("_", "-"), type=positive, default=default, choices=allowed, help=words)
     shape = Shape(**vars(parser.parse_args(arguments)))
     missing = aot.what_is_missing()
     if missing is None:
@@ -40,6 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
             print("  " + line)
             failed += not good
     return 1 if failed else 0
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake is one line on stderr."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def positive(text: str) -> int:

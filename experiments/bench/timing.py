@@ -6,18 +6,21 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import track
 
+Key = TypeVar("Key")
 
-def in_turns(programs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+
+def in_turns(programs: dict[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
     """Seconds of each program, one a round: neighbours in time, so that ratios of a round share the machine's mood."""
     for run in programs.values():
         jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    seconds: dict[Key, list[float]] = {name: [] for name in programs}
     for _ in track(range(rounds), "timing", transient=True, console=_stderr()):
         for name, run in programs.items():
             start = time.perf_counter()

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from k3jax.compat import vary_like
 from k3jax.ops.kda import api
 from k3jax.ops.kda.segments import Plan, cotangents_between, evaluate, states_between
 from k3jax.ops.short_conv import short_conv
@@ -54,9 +55,9 @@ def kda_context_parallel(
 
     Before: each rank holds its T tokens; `initial_state`, the same on all, enters the first rank.
     After: each rank has its outputs; the final state is the whole sequence's, on every rank.
-    Collective: one all-gather over `axis_name` of R·segments·B·(H·K·(K+V)+8)·4 bytes, whatever T, and another in
-    backward, of as much, and of H·K·V·4 bytes more a rank and sequence if the final state has a cotangent. None if the axis
-    has one rank.
+    Collective: one all-gather over `axis_name` of R·B·(segments·H·K·(K+V)+8)·4 bytes, whatever T (8: the documents at
+    the ends, only with segment_ids), and one in backward of R·B·segments·H·K·(K+V)·4, or R·B·H·K·V·4 more if the final
+    state has a cotangent; twice that in float64. An axis of one rank gathers nothing.
 
     Raises ValueError as `kda` does. K3 report, section 5.1.2.
     """
@@ -77,33 +78,29 @@ def kda_context_parallel(
         )
     api.check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
     layout = api.layout_of(q, chunk_size, segments)
-    plan = Plan(layout, api.default_scale(q, scale), gate_lower_bound, save_states, RankToRank(axis_name))
+    plan = Plan(layout, api.static_scale(q, scale), gate_lower_bound, save_states, RankToRank(axis_name))
     return evaluate(plan, *api.alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
 
 
 class RankToRank(NamedTuple):
-    """Passes states between segments that lie on the ranks of a mesh axis; the methods are those of `SideBySide`."""
+    """The segments of all ranks of a mesh axis, in order: an `Exchange`."""
 
     axis_name: str
 
     def forward(self, M, S, initial_state, segment_ids):
-        R = M.shape[0]
-        ends = () if segment_ids is None else (_as_bytes(segment_ids[:, [0, -1]], S.dtype),)
-        all_M, all_S, *ends = self.gather(M, S, *ends)
-        kept = M, None
-        if ends:
-            first, last = jnp.moveaxis(_from_bytes(ends[0]), -1, 0)
+        if segment_ids is None:
+            continues = None
+            all_M, all_S = self.gather(M, S)
+        else:
+            all_M, all_S, ends = self.gather(M, S, _as_bytes(segment_ids[:, [0, -1]], S.dtype))
+            all_continues = _continues(*jnp.moveaxis(_from_bytes(ends), -1, 0), segments=len(M))
             # What enters a rank whose first token starts a document is forgotten; what ends inside, its maps forget.
-            continues = jnp.concatenate([jnp.ones_like(first[:1], bool), first[1:] == last[:-1]])
-            # Only a rank's first segment.
-            continues = jnp.pad(continues[:, None], ((0, 0), (0, R - 1), (0, 0)), constant_values=True)[
-                ..., None, None, None
-            ]
-            all_M = jnp.where(continues, all_M, 0)
-            kept = self.own(all_M), self.own(continues)
+            all_M, continues = jnp.where(all_continues, all_M, 0), self.own(all_continues)
         entering, final = states_between(_joined(all_M), _joined(all_S), initial_state)
         entering = self.own(entering.reshape(all_S.shape))
-        return entering if kept[1] is None else jnp.where(kept[1], entering, 0), final, kept
+        if continues is not None:
+            entering = jnp.where(continues, entering, 0)
+        return entering, final, (self.own(all_M), continues)
 
     def backward(self, kept, d_entering, d_final):
         M, continues = kept
@@ -124,6 +121,14 @@ class RankToRank(NamedTuple):
 
     def own(self, x):
         return lax.dynamic_index_in_dim(x, lax.axis_index(self.axis_name), keepdims=False)
+
+
+def _continues(first, last, *, segments: int) -> jax.Array:
+    """Whether a segment goes on with the document before it, [ranks, segments, B, 1, 1, 1]; first and last document ids
+    of each rank [ranks, B]. Only a rank's first segment asks: between the others, the maps themselves know."""
+    starts = jnp.concatenate([jnp.ones_like(first[:1], bool), first[1:] == last[:-1]])[:, None]
+    others = jnp.ones((len(first), segments - 1, first.shape[1]), bool)
+    return jnp.concatenate([starts, vary_like(others, starts)], 1)[..., None, None, None]
 
 
 def _joined(x):

@@ -169,7 +169,6 @@ def kernel(*refs, scale: float, lower_bound: float):
     decay[...] = jnp.exp(log_decay)
     if v_blocks * COLUMNS < LANES:
         o[...] = jnp.zeros((LANES,), f32)
-    beta[...] = beta_g[b, h]
     plgpu.barrier_wait(loaded)
 
     rows = lambda x: lax.broadcast_in_dim(x[pl.ds(0, K)], (K, COLUMNS), (0,))

@@ -11,7 +11,7 @@ One program takes one chunk of one head. With G the sums of log decays from the 
 Exponents. No e^{-G} over a chunk: a pair of tokens in different tiles of 16 meets at a boundary between them, rows of
 the later half of a block of 2b decay from the middle, columns of the earlier half decay to it (b = 16, 32), so no
 exponent is positive. Inside a tile, e^{G} and e^{-G} from the tile's start, with the exact constant factors 2^s and
-2^-s that keep both in range if 16 |gate_lower_bound| <= 80 (K3 report, section 2.3 of our facts). Every sum of log
+2^-s that keep both in range if 16 |gate_lower_bound| <= 80 (K3 report, section 2.1). Every sum of log
 decays is a product of a 0/1 matrix with g in three bfloat16 pieces: exact terms, added in float32.
 
 The inverse is substitution in blocks: with the diagonal blocks of b rows inverted, those of 2b rows follow from

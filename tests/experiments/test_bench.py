@@ -38,8 +38,9 @@ def test_a_wrong_gradient_would_show():
         (["--shapes", "1,2,3"], "'1,2,3' must be five positive integers"),
         (["--shapes", "1,64,0,16,16"], "five positive integers"),
         (["--implementations", "fast"], "'fast'"),
+        (["--implementations"], "at least one value"),
         (["--rounds=0"], "--rounds=0 must be at least 1"),
-        (["--gate-lower-bound=1"], "must be negative"),
+        (["--gate-lower-bound=1"], "above -10000 and below 0"),
     ],
 )
 def test_mistakes_are_one_line(argv, said, capsys):

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from kernel_problems import BOUND, CLOSE, distance, kernel_inputs, problem, right_answers
 
+from k3jax.ops.kda.mosaic import evaluate
 from pallas_kernels import mosaic
 from pallas_kernels.kda import backward, chunk_gradients, forward, pair_gradients, reverse
 from pallas_kernels.kda.prepare import prepare
@@ -46,7 +48,7 @@ SWEEP = {
     for cosine, documents in ((0.0, None), (0.9, None), (0.9, (1, 15, 16, 128, 190)))
 }
 # Keys that are nearly one, and nothing forgotten: gradients of v and beta are differences of nearly equal rows that
-# were rounded to bfloat16 before.
+# were rounded to bfloat16 before. They miss CLOSE, and must not get worse than this.
 CANCELLING = 2 * CLOSE
 
 
@@ -56,22 +58,11 @@ def test_gradients_are_those_of_the_recurrence(make, size):
     p = make()
     cotangents = cotangents_of(p, size)
     got, (*_, q, k, v, g, beta, state) = run(p, cotangents), right_answers(p, cotangents)
-    slow_forgetting = p.g.min() > -0.1
-    for name, a, right in zip(got._fields, got, (q, k, v, g, beta, state), strict=True):
-        assert distance(a, right) <= (CANCELLING if slow_forgetting and name in ("v", "beta") else CLOSE), name
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def attention(q, k, v, g, beta, ids, options):
-    return attention_forward(q, k, v, g, beta, ids, options)[0]
-
-
-def attention_forward(q, k, v, g, beta, ids, options):
-    *out, residuals = forward(q, k, v, g, beta, initial_state=None, segment_ids=ids, **dict(options))
-    return tuple(out), residuals
-
-
-attention.defvjp(attention_forward, lambda _, residuals, cotangents: (*backward(residuals, *cotangents)[:5], None))
+    cancels = ("v", "beta") if p.g.min() > -0.1 else ()
+    far = {name: distance(a, b) for name, a, b in zip(got._fields, got, (q, k, v, g, beta, state), strict=True)}
+    assert all(size <= (CANCELLING if name in cancels else CLOSE) for name, size in far.items()), far
+    if max(far.values()) > CLOSE:
+        pytest.xfail(f"gradients of v and beta lose digits to cancellation: {far}")
 
 
 @pytest.mark.quick
@@ -81,7 +72,12 @@ def test_a_custom_rule_lowers_for_cuda_inside_shard_map():
     q, k, v, g, beta, _, ids = kernel_inputs(p)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     options = (("scale", 0.1), ("gate_lower_bound", BOUND))
-    loss = lambda *x: sum(y.astype(jnp.float32).sum() for y in attention(*x, ids[:1], options))
+    state = jnp.zeros((1, 2, 128, 64))
+
+    def loss(q, *x):
+        given = [lax.pcast(a, "data", to="varying") for a in (state, ids[:1])]
+        return sum(y.astype(jnp.float32).sum() for y in evaluate(options, q, *x, *given))
+
     step = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
     sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
     text = sharded.trace(q, k, v, g, beta).lower(lowering_platforms=("cuda",)).as_text()

@@ -5,8 +5,11 @@ B batch, T tokens, H heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
@@ -38,8 +41,9 @@ def kda(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Kimi Delta Attention: (o, final_state), o in v's dtype, the state float32 (float64 if an input is).
 
-    g is the log decay, at most 0; q and k are used as given; scale is K**-0.5 by default. segment_ids (constant in a
-    document, non-decreasing): the state starts at zero in each new document; `initial_state` belongs to the first.
+    g is the log decay, at most 0 (−inf is allowed; all else is finite); q and k are used as given; scale is K**-0.5 by
+    default, and static. segment_ids (constant in a document, non-decreasing): the state starts at zero in each new
+    document; `initial_state` belongs to the first.
     gate_lower_bound promises g >= it everywhere and so makes the tiles of "chunked" cheaper (K3: -5); without it any g
     is right. `jax.experimental.checkify` with user checks catches a broken promise.
 
@@ -55,22 +59,23 @@ def kda(
     check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "recurrent":
-        inputs, state = in_state_dtype(q, k, v, g, beta, initial_state, scale=scale)
-        o, final = reference.recurrent(*inputs, initial_state=state, segment_ids=segment_ids)
-        return o.astype(v.dtype), final
+    scale = static_scale(q, scale)
+    arrays = alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound)
+    if implementation in (None, "chunked"):
+        layout = layout_of(q, chunk_size, segments)
+        exchange = SideBySide() if layout.segments > 1 else None
+        return evaluate(Plan(layout, scale, gate_lower_bound, save_states, exchange), *arrays)
+    if (chunk_size, segments, save_states) != (CHUNK_SIZE, None, True):
+        raise ValueError(
+            f"chunk_size={chunk_size}, segments={segments}, save_states={save_states}: only implementation 'chunked' "
+            f"has these options; got {implementation!r}"
+        )
     if implementation == "mosaic_gpu":
-        if (chunk_size, segments, save_states) != (CHUNK_SIZE, None, True):
-            raise ValueError(
-                f'implementation="mosaic_gpu" has chunks of {CHUNK_SIZE} and neither segments nor save_states; got '
-                f"chunk_size={chunk_size}, segments={segments}, save_states={save_states}"
-            )
-        options = (("scale", default_scale(q, scale)), ("gate_lower_bound", gate_lower_bound))
-        return mosaic.evaluate(options, *alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
-    layout = layout_of(q, chunk_size, segments)
-    exchange = SideBySide() if layout.segments > 1 else None
-    plan = Plan(layout, default_scale(q, scale), gate_lower_bound, save_states, exchange)
-    return evaluate(plan, *alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
+        return mosaic.evaluate((("scale", scale), ("gate_lower_bound", gate_lower_bound)), *arrays)
+    q, k, values, g, beta, state, segment_ids = arrays
+    inputs = widened(q, k, values, g, beta, dtype=state.dtype, scale=scale)
+    o, final = reference.recurrent(*inputs, initial_state=state, segment_ids=segment_ids)
+    return o.astype(v.dtype), final
 
 
 def layout_of(q: jax.Array, chunk_size: int, segments: int | None) -> chunked.Layout:
@@ -82,7 +87,7 @@ def layout_of(q: jax.Array, chunk_size: int, segments: int | None) -> chunked.La
     return layout._replace(segments=segments)
 
 
-def alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound):
+def alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound) -> tuple[Any, ...]:
     """The arrays that an implementation with its own gradient gets: a first state, in the dtype that states have, and
     all varying over the same mesh axes, so that the sum of cotangents over others is not its business."""
     if gate_lower_bound is not None:
@@ -94,7 +99,7 @@ def alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound):
         )
     if initial_state is None:
         initial_state = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]), jnp.float32)
-    dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta, initial_state), jnp.float32)
+    dtype = state_dtype(q, k, v, g, beta, initial_state)
     arrays = q, k, v, g, beta, initial_state.astype(dtype), segment_ids
     given = [x for x in arrays if x is not None]
     return tuple(None if x is None else vary_like(x, *given) for x in arrays)
@@ -110,9 +115,15 @@ def kda_step(
     *,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """One token of `kda` for decoding: (o in v's dtype, next state float32). K3 report, section 2.1."""
-    inputs, state = in_state_dtype(q, k, v, g, beta, state, scale=scale)
-    o, state = reference.step(state, *inputs)
+    """One token of `kda` for decoding: (o in v's dtype, next state float32, or float64 if an input is).
+
+    Raises ValueError for shapes that do not fit together. K3 report, section 2.1.
+    """
+    one = lambda x: x[:, None]
+    check(one(q), one(k), one(v), one(g), one(beta), state, None, None, CHUNK_SIZE)
+    dtype = state_dtype(q, k, v, g, beta, state)
+    inputs = widened(q, k, v, g, beta, dtype=dtype, scale=static_scale(q, scale))
+    o, state = reference.step(state.astype(dtype), *inputs)
     return o.astype(v.dtype), state
 
 
@@ -124,14 +135,14 @@ def summarize(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> AffineMap:
-    """The tokens as a map of the state, final = M initial + S: (M [B,H,K,K], S [B,H,K,V]), float32.
+    """The tokens as a map of the state, final = M initial + S: (M [B,H,K,K], S [B,H,K,V]), float32 (float64 if an input is).
 
     If a document starts after the first token, M is 0 and S is the final state of the last document.
     K3 report, section 5.1.2.
     """
     check(k, k, v, g, beta, None, segment_ids, None, CHUNK_SIZE)
     layout = chunked.Layout.of(k.shape[:3], CHUNK_SIZE)
-    dtype = jnp.promote_types(jnp.result_type(k, v, g, beta), jnp.float32)
+    dtype = state_dtype(k, v, g, beta)
     # Outputs are not computed, so any query does.
     inputs = chunked.cut(k, k, v, g, beta, layout, 1.0, None, dtype)
     maps = chunked.segment_maps(chunked.prepare(inputs, chunked.masks(segment_ids, layout)), layout)
@@ -141,6 +152,9 @@ def summarize(
 
 def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments=None):
     """Raises ValueError, naming what was got and what is needed."""
+    for name, array in (("q", q), ("v", v)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} has shape {array.shape}; it must have four dims, [B,T,H,{'KV'[name == 'v']}]")
     B, T, H, K = q.shape
     needed = {"k": (k, q.shape), "v": (v, (B, T, H, v.shape[-1])), "g": (g, q.shape), "beta": (beta, (B, T, H))}
     if initial_state is not None:
@@ -150,8 +164,14 @@ def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_
     for name, (array, shape) in needed.items():
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; with q [B,T,H,K] = {q.shape} it must be {shape}")
-    if T == 0:
-        raise ValueError("q has T = 0 tokens; at least one is needed")
+    for name, size in (("B", B), ("T", T), ("H", H), ("K", K), ("V", v.shape[-1])):
+        if size == 0:
+            raise ValueError(f"q has shape {q.shape} and v {v.shape}: {name} = 0, at least one is needed")
+    for name, value in (("chunk_size", chunk_size), ("segments", segments)):
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} must be an integer")
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"segment_ids are {segment_ids.dtype}; they must be integers")
     if chunk_size < TILE or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size={chunk_size} must be a power of two of at least {TILE}")
     if segments is not None and segments < 1:
@@ -160,15 +180,19 @@ def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_
         raise ValueError(f"gate_lower_bound={gate_lower_bound} must be negative, or None for any gate")
 
 
-def in_state_dtype(q, k, v, g, beta, initial_state, *, scale):
-    """(scaled q, k, v, g, beta) and the first state, zeros if None, all float32, or float64 if one of them is."""
-    if initial_state is None:
-        initial_state = jnp.zeros((*k.shape[:1], *k.shape[2:], v.shape[-1]), jnp.float32)
-    arrays = q, k, v, g, beta, vary_like(initial_state, q, k, v, g, beta)
-    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-    q, *others, state = (x.astype(dtype) for x in arrays)
-    return (q * default_scale(q, scale), *others), state
+def state_dtype(*arrays: jax.Array):
+    """float32, or float64 if an array is."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-def default_scale(q, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+def widened(q, k, v, g, beta, *, dtype, scale: float):
+    """All in one dtype, q scaled."""
+    q, k, v, g, beta = (x.astype(dtype) for x in (q, k, v, g, beta))
+    return q * scale, k, v, g, beta
+
+
+def static_scale(q: jax.Array, scale: Any) -> float:
+    """K**-0.5 by default; ValueError if it is not known when the program is made."""
+    if isinstance(scale, Tracer):
+        raise ValueError("scale is traced; it must be a number that is known when the program is made")
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)

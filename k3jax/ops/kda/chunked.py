@@ -67,7 +67,9 @@ class Chunks(NamedTuple):
     queries: jax.Array
     """q⁺ [C, K], 0 where the entering state is of another document."""
     W: jax.Array
+    """X β k⁺ [C, K]."""
     U: jax.Array
+    """X β v [C, V]."""
     reads: jax.Array
     """R [C, C]."""
     inverse: jax.Array
@@ -86,8 +88,9 @@ class Masks(NamedTuple):
     entering: jax.Array
     """[C, 1]: the state that enters the chunk is of the token's document."""
     leaving: jax.Array
+    """[C, 1]: the token is of the document that leaves the chunk."""
     through: jax.Array
-    """[1]."""
+    """[1]: the document that enters the chunk leaves it."""
 
 
 def masks(segment_ids: jax.Array | None, layout: Layout) -> Masks | None:
@@ -105,7 +108,7 @@ def masks(segment_ids: jax.Array | None, layout: Layout) -> Masks | None:
     return Masks(ids == ids.mT, ids == before, ids == last, (before == last)[:, 0])
 
 
-def where(mask: jax.Array | None, x: jax.Array) -> jax.Array:
+def masked(mask: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if mask is None else jnp.where(mask, x, 0)
 
 
@@ -151,25 +154,21 @@ def prepare(r: Inputs, m: Masks | None, solved: tuple[jax.Array, jax.Array] | No
         row, column = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
         reads, A = r.pairs(r.q, r.k, r.k)
         visible = None if m is None else m.visible
-        reads = jnp.where(row >= column, where(visible, reads), 0)
-        inverse = unit_lower_inverse(jnp.where(row > column, where(visible, r.beta * A), 0))
+        reads = jnp.where(row >= column, masked(visible, reads), 0)
+        inverse = unit_lower_inverse(jnp.where(row > column, masked(visible, r.beta * A), 0))
     else:
         reads, inverse = solved
     entering, leaving, through = (None, None, None) if m is None else m[1:]
     solve = inverse * r.beta.mT
     return Chunks(
-        queries=where(entering, r.from_start(r.q)),
-        W=matmul(solve, where(entering, r.from_start(r.k))),
+        queries=masked(entering, r.from_start(r.q)),
+        W=matmul(solve, masked(entering, r.from_start(r.k))),
         U=matmul(solve, r.v),
         reads=reads,
         inverse=inverse,
-        ending=where(leaving, r.to_end(r.k)),
-        through=where(through, r.decay.through),
+        ending=masked(leaving, r.to_end(r.k)),
+        through=masked(through, r.decay.through),
     )
-
-
-def _split(x, K):
-    return x[..., :K], x[..., K:]
 
 
 def recur(chunks: Chunks, entering: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -199,7 +198,7 @@ def segment_maps(chunks: Chunks, layout: Layout) -> AffineMap:
     identity = jnp.broadcast_to(jnp.eye(K, K + V, dtype=chunks.U.dtype), (Z, K, K + V))
     inputs = chunks.W, chunks.U, chunks.ending, chunks.through
     maps, _ = lax.scan(step, vary_like(identity, chunks.U), tuple(map(layout.steps, inputs)))
-    return _split(maps, K)
+    return maps[..., :K], maps[..., K:]
 
 
 def recur_backward(chunks: Chunks, do: jax.Array, d_leaving: jax.Array, layout: Layout):
@@ -228,15 +227,15 @@ def prepare_backward(r: Inputs, m: Masks | None, chunks: Chunks, states, do, d_w
     d_W = -contract("cv,kv->ck", d_written, states)
     d_keys, d_values = contract("ic,ik->ck", chunks.inverse, d_W), contract("ic,iv->cv", chunks.inverse, d_written)
     d_A = -contract("ik,jk->ij", d_keys, chunks.W) - contract("iv,jv->ij", d_values, chunks.U)
-    d_A = jnp.where(row > column, where(visible, d_A), 0)
-    d_reads = jnp.where(row > column, where(visible, contract("iv,jv->ij", do, written)), 0)
+    d_A = jnp.where(row > column, masked(visible, d_A), 0)
+    d_reads = jnp.where(row > column, masked(visible, contract("iv,jv->ij", do, written)), 0)
     keys = r.beta * r.k
     _, transpose = jax.vjp(r.pairs, r.q, keys, r.k)
     d_q, d_rows, d_columns = transpose((d_reads, d_A))
 
-    d_q += r.from_start(where(entering, contract("cv,kv->ck", do, states)))
-    d_keys = d_rows + r.from_start(where(entering, d_keys))
-    ending = r.to_end(where(leaving, contract("cv,kv->ck", written, d_states)))
+    d_q += r.from_start(masked(entering, contract("cv,kv->ck", do, states)))
+    d_keys = d_rows + r.from_start(masked(entering, d_keys))
+    ending = r.to_end(masked(leaving, contract("cv,kv->ck", written, d_states)))
     # Pairs and what the entering state gives decay by G up to their row, and pairs from their column on: g_t has a part in
     # all of its chunk from t on. What reaches the chunk's end decays by the g after it: g_t has a part in all before t.
     d_sum = r.q * d_q + keys * d_keys - r.k * d_columns

@@ -11,7 +11,7 @@ B batch, T tokens, H heads, K key dim, V value dim, R segments, of all ranks in 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +37,28 @@ def plan_segments(chunks: int, recurrences: int, cores: int) -> int:
     return max(1, min(cores // (2 * recurrences), chunks // MIN_CHUNKS, MAX_SEGMENTS))
 
 
-class SideBySide:
-    """Passes states between the segments of one device.
+class Exchange(Protocol):
+    """How the segments of a sequence follow each other; hashable."""
 
-    An exchange is how the segments of a sequence follow each other; it has these two methods.
-    """
-
-    def forward(self, M, S, initial_state, segment_ids):
+    def forward(self, M, S, initial_state, segment_ids) -> tuple[jax.Array, jax.Array, Any]:
         """From the maps M [R, B, H, K, K] and S [R, B, H, K, V] of this device's segments and the first state: the
         state that enters each of them, the last state, and what `backward` needs."""
+        ...
+
+    def backward(self, kept, d_entering, d_final) -> tuple[jax.Array, jax.Array]:
+        """From the cotangents of the entering states, as if no segment followed, and that of the last state (None:
+        zero): the cotangents of the states that leave each segment, and of the first state."""
+        ...
+
+
+class SideBySide(NamedTuple):
+    """The segments of one device."""
+
+    def forward(self, M, S, initial_state, segment_ids):
         entering, final = states_between(M, S, initial_state)
         return entering, final, M
 
     def backward(self, kept, d_entering, d_final):
-        """From the cotangents of the entering states, as if no segment followed, and that of the last state (None:
-        zero): the cotangents of the states that leave each segment, and of the first state."""
         d_final = jnp.zeros_like(d_entering[0]) if d_final is None else d_final
         return cotangents_between(kept, d_entering, d_final)
 
@@ -78,8 +85,8 @@ class Plan(NamedTuple):
     gate_lower_bound: float | None
     save_states: bool
     """Whether forward keeps the state that enters each chunk for backward, or only those that enter segments."""
-    exchange: Any
-    """How states pass between segments; None: there is one segment."""
+    exchange: Exchange | None
+    """None: there is one segment."""
 
 
 class Saved(NamedTuple):

@@ -148,6 +148,8 @@ def show_start(run: Run) -> None:
         print(f"nothing to resume in {run.workdir}: starting at step 0", flush=True)
     if run.weights:
         print(f"weights from {run.weights.directory}, step {run.weights.step}", flush=True)
+    elif run.config.init_from:
+        print(f"init_from {run.config.init_from} is not read: a run that resumes has its own weights", flush=True)
 
 
 def show_result(result: RunResult) -> None:

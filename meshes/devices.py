@@ -10,6 +10,7 @@ _COUNT = "--xla_force_host_platform_device_count"
 # Fake devices are threads that share few cores. By default XLA ends the process when one waits 40 s for the others.
 _PATIENCE = ("--xla_cpu_collective_call_terminate_timeout_seconds", "--xla_cpu_collective_timeout_seconds")
 _PATIENCE_SECONDS = 3600
+_MOST_FAKE = 1024  # each is several threads of this process
 
 
 def require_devices(n: int) -> None:
@@ -26,14 +27,19 @@ def require_devices(n: int) -> None:
     import jax
 
     if not _backend_started():
-        os.environ["XLA_FLAGS"] = _flags_for(n, os.environ.get("XLA_FLAGS", ""))
+        fake = min(n, _MOST_FAKE)
+        os.environ["XLA_FLAGS"] = _flags_for(fake, os.environ.get("XLA_FLAGS", ""))
         # Where the user set this one too, JAX prefers it to XLA_FLAGS. (JAX adds its options when it is imported.)
-        if 0 <= jax.config.jax_num_cpu_devices < n:  # pyright: ignore[reportAttributeAccessIssue]
-            jax.config.update("jax_num_cpu_devices", n)
+        if 0 <= jax.config.jax_num_cpu_devices < fake:  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_num_cpu_devices", fake)
     found, platform = jax.device_count(), jax.default_backend()
     if found >= n:
         return
     have = f"{n} devices are needed, JAX has {found} on {platform}"
+    if platform == "cpu" and n > _MOST_FAKE:
+        raise RuntimeError(
+            f"{have}, and makes at most {_MOST_FAKE} fake ones: use a smaller mesh, or --dry-run to plan"
+        )
     if platform == "cpu":
         raise RuntimeError(
             f"{have} and has already started: call meshes.require_devices({n}) before the first JAX computation, "

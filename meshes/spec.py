@@ -65,7 +65,9 @@ class MeshSpec:
             if axis in sizes:
                 raise refuse(f"token {token!r} gives axis {axis!r} again")
             if not _SIZE.fullmatch(size) and size != "-1":
-                raise refuse(f"token {token!r} has the size {size!r}, which is neither a positive integer nor -1")
+                raise refuse(
+                    f"token {token!r} has the size {size!r}, which is neither a positive integer below 10^9 nor -1"
+                )
             if size == "-1" and -1 in sizes.values():
                 raise refuse(f"token {token!r} is the second -1, only one axis can be filled from the device count")
             sizes[axis] = int(size)

@@ -180,7 +180,7 @@ def check_config(manifest: dict[str, Any], config: StepConfig, *, weights_only: 
     if there != mine and not weights_only:
         raise ValueError(
             f"the checkpoint's optimizer is {there}, this run's is {mine}: "
-            f"use --optimizer={there}, or start a new run from the weights alone"
+            f"use --optimizer={there}, or start a new run from the weights alone with --init-from"
         )
 
 

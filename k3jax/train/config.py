@@ -71,10 +71,12 @@ class StepConfig:
         if self.global_batch % (self.microbatches * ranks):
             raise ValueError(
                 f"global_batch={self.global_batch} does not divide by microbatches={self.microbatches} x data={sizes['data']} "
-                f"x expert={sizes['expert']} = {self.microbatches * ranks}"
+                f"x expert={sizes['expert']} = {self.microbatches * ranks}: choose a multiple of {self.microbatches * ranks}"
             )
         if self.seq_len % sizes["context"]:
-            raise ValueError(f"seq_len={self.seq_len} does not divide by context={sizes['context']}")
+            raise ValueError(
+                f"seq_len={self.seq_len} does not divide by context={sizes['context']}: choose a multiple of it"
+            )
         return Resolved(mesh, layout, schedule, ActivationPolicy.parse(self.activations))
 
 

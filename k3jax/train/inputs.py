@@ -58,7 +58,7 @@ def to_resume(config: RunConfig, corpus: Corpus) -> Found:
         raise ValueError(
             f"the checkpoint's data is {saved['data']} of fingerprint {saved['fingerprint']}, this run's is "
             f"{config.data} of {corpus.fingerprint}: give the same data, tokenizer, seed and seq_len, or start a new "
-            f"run from the weights alone"
+            f"run from the weights alone with --init-from"
         )
     now = described(config.step)["config"]
     was = {name: manifest["config"].get(name) for name in now}

@@ -40,8 +40,11 @@ class FileTokenizer:
     def __init__(self, path: str):
         from tokenizers import Tokenizer as Library  # late: imported only when asked for
 
-        with open(path, "rb"):  # a missing or unreadable file is an OSError that names it
-            pass
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise type(error)(f"tokenizer {path}: {error.strerror}; give a local tokenizer.json") from None
         try:
             self._tokenizer = Library.from_file(path)
         except Exception as error:  # the library raises plain Exception

@@ -27,8 +27,11 @@ def choose(asked: str, model: str) -> Path:
 
 def check(path: Path, *, resume: bool) -> None:
     """ValueError if a run cannot live here: something else is of that name, or it holds a run and is not resumed."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"workdir {path} is not a directory")
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise ValueError(
+            f"workdir {path} is not a directory" if existing == path else f"workdir {path}: {existing} is a file"
+        )
     held = [name for name in (CONFIG, METRICS, CHECKPOINTS) if (path / name).exists()]
     if held and not resume:
         raise ValueError(

@@ -90,11 +90,13 @@ BAD = [
     (["--model.vocab-size=200"], ["vocab_size", "200", "257"]),
     (["--workdir=held"], ["held", "metrics.jsonl", "--resume"]),
     (["--workdir=file"], ["file", "not a directory"]),
+    (["--workdir=file/new"], ["file/new", "file is a file"]),
+    (["--mesh=data=1000000", "--global-batch=2000000"], ["1000000 devices", "8"]),
     (["--resume"], ["resume needs a workdir"]),
 ]
 UNREADABLE = [
     (["--data=missing.txt"], ["missing.txt", "does not exist"]),
-    (["--tokenizer=missing.json"], ["missing.json"]),
+    (["--tokenizer=missing.json"], ["tokenizer missing.json"]),
     (["--model=missing.json"], ["missing.json"]),
     (["--init-from=held"], ["held", "no whole checkpoint"]),
 ]
@@ -117,8 +119,7 @@ def test_what_cannot_be_read_is_one_line_and_one(bad_files, options, capsys, arg
 
 
 def test_a_workdir_that_cannot_be_made_is_one_line_and_one(options, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert "file" in refusal(capsys, [*options, f"--workdir={tmp_path / 'file' / 'run'}"], status=1)
+    assert "too long" in refusal(capsys, [*options, f"--workdir={tmp_path / ('n' * 300)}"], status=1)
 
 
 # ---- what a person sees ----------------------------------------------------------------------------------------------

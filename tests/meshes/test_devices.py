@@ -101,6 +101,18 @@ def test_too_few_accelerators_are_named_and_cpu_is_offered_not_forced(monkeypatc
         require_devices(8)
 
 
+def test_more_fake_devices_than_one_process_can_run_are_refused_at_once():
+    code = """
+import meshes
+try:
+    meshes.require_devices(1_000_000)
+except RuntimeError as refused:
+    print(refused)
+"""
+    line = " ".join(run(code))
+    assert "1000000 devices are needed" in line and "at most 1024 fake ones" in line
+
+
 @pytest.mark.parametrize("n", [0, -1, 2.0, "8", True])
 def test_number_of_devices_is_a_positive_integer(n):
     with pytest.raises(ValueError, match="positive integer"):

@@ -105,7 +105,11 @@ def read_documents(path: Path) -> Iterator[str]:
                 if line.strip():
                     yield _text_of_line(line, f"{path}:{number}")
     else:
-        yield _utf8(path.read_bytes(), str(path))
+        try:
+            raw = path.read_bytes()
+        except OSError as error:  # a failure while reading names no file
+            raise type(error)(f"{path}: {error.strerror}") from None
+        yield _utf8(raw, str(path))
 
 
 def _text_of_line(line: bytes, where: str) -> str:

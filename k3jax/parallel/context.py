@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
 from k3jax.ops.kda import api
-from k3jax.ops.kda.segments import Plan, cotangents_between, evaluate, states_between
+from k3jax.ops.kda.exchange import cotangents_between, states_between
+from k3jax.ops.kda.passes import Plan
+from k3jax.ops.kda.segments import evaluate
 from k3jax.ops.short_conv import short_conv
 
 
@@ -77,7 +79,7 @@ def kda_context_parallel(
             save_states=save_states,
         )
     api.check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
-    layout = api.layout_of(q, chunk_size, segments)
+    layout = api.layout_of(q, v, chunk_size, segments)
     plan = Plan(layout, api.static_scale(q, scale), gate_lower_bound, save_states, RankToRank(axis_name))
     return evaluate(plan, *api.alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
 

@@ -24,8 +24,8 @@ from kda_problems import (
     strong_gates,
 )
 
-from k3jax.ops.kda import kda, kda_step
-from k3jax.ops.kda.segments import plan_segments
+from k3jax.ops.kda import kda, kda_step, layout
+from k3jax.ops.kda.layout import plan_groups, plan_segments
 
 BOUND = -5.0
 CONSTANT_GATES = (-0.001, -0.5, -1.0, -1.5, -2.5, -3.0, -5.0)
@@ -140,6 +140,16 @@ def test_states_computed_again_and_segments_side_by_side_change_nothing(options,
     assert_close(evaluate(p, cotangents, **options), [x[few] for x in right_bounded])
 
 
+@pytest.mark.parametrize("options", [{}, {"segments": 3}, {"gate_lower_bound": BOUND, "save_states": False}])
+def test_groups_one_after_the_other_change_nothing(options, monkeypatch):
+    monkeypatch.setattr(layout, "CACHE_PER_CORE", 1 << 16)
+    p = problem([-0.05, -3.0], 0.9, T=197, documents=(20, 64, 100, 165))
+    plan = layout.Layout.of(p.q.shape, 8, 16, options.get("segments", 1), 1)
+    assert plan.groups > 2 and plan.padded > 197
+    cotangents = cotangents_of(p)
+    assert_close(evaluate(p, cotangents, chunk_size=16, **options), evaluate_definition(p, cotangents))
+
+
 def test_forward_keeps_the_states_of_all_chunks_only_if_asked():
     p = problem([-0.1], T=256)
 
@@ -147,7 +157,7 @@ def test_forward_keeps_the_states_of_all_chunks_only_if_asked():
         run = lambda *a: jax.vjp(lambda *a: kda(*a, **options), *a)[1]
         return [x.shape for x in jax.tree.leaves(jax.eval_shape(run, *map(jnp.asarray, p[:5])))]
 
-    states = (4 * 2, 16, 8)
+    states = (1, 4 * 2, 16, 8)
     assert states in residuals() and states not in residuals(save_states=False)
     assert sum(map(np.prod, residuals(save_states=False))) < sum(map(np.prod, residuals()))
 
@@ -200,6 +210,20 @@ def test_segments_are_planned_for_long_sequences_with_few_heads(chunks, recurren
         assert segments * recurrences * 2 <= cores and chunks >= 128 * segments
     # A million tokens of one head fill a GPU of 132 cores; a batch of heads that fills it already is left alone.
     assert plan_segments(2**20 // 64, 1, 132) == 32 and plan_segments(2**20 // 64, 96, 132) == 1
+
+
+@given(
+    chunks=st.integers(1, 10**5),
+    recurrences=st.integers(1, 4096),
+    chunk_bytes=st.integers(1, 1 << 20),
+    cores=st.integers(1, 1024),
+)
+def test_groups_hold_little_and_waste_less_than_a_group(chunks, recurrences, chunk_bytes, cores):
+    groups = plan_groups(chunks, recurrences, chunk_bytes, cores)
+    a_group = -(-chunks // groups)
+    assert 1 <= groups <= chunks
+    assert a_group == 1 or a_group * recurrences * chunk_bytes <= layout.CACHE_PER_CORE * cores
+    assert groups * a_group - chunks < groups
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 65, *slow(2, 15, 63, 64, 1000)])

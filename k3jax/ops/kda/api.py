@@ -5,6 +5,7 @@ B batch, T tokens, H heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -14,10 +15,13 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
-from k3jax.ops.kda import chunked, mosaic, reference
+from k3jax.ops.kda import mosaic, passes, reference
 from k3jax.ops.kda.affine import AffineMap
+from k3jax.ops.kda.exchange import SideBySide
+from k3jax.ops.kda.layout import Layout
 from k3jax.ops.kda.pairs import TILE
-from k3jax.ops.kda.segments import Plan, SideBySide, evaluate, plan_segments
+from k3jax.ops.kda.passes import Plan
+from k3jax.ops.kda.segments import evaluate
 
 CHUNK_SIZE = 64
 IMPLEMENTATIONS = ("recurrent", "chunked", "mosaic_gpu")
@@ -62,7 +66,7 @@ def kda(
     scale = static_scale(q, scale)
     arrays = alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound)
     if implementation in (None, "chunked"):
-        layout = layout_of(q, chunk_size, segments)
+        layout = layout_of(q, v, chunk_size, segments)
         exchange = SideBySide() if layout.segments > 1 else None
         return evaluate(Plan(layout, scale, gate_lower_bound, save_states, exchange), *arrays)
     if (chunk_size, segments, save_states) != (CHUNK_SIZE, None, True):
@@ -78,13 +82,11 @@ def kda(
     return o.astype(v.dtype), final
 
 
-def layout_of(q: jax.Array, chunk_size: int, segments: int | None) -> chunked.Layout:
-    """`segments` None: planned for this device."""
-    layout = chunked.Layout.of(q.shape[:3], chunk_size)
-    if segments is None:
-        cores = getattr(jax.devices()[0], "core_count", 1)
-        segments = plan_segments(layout.chunks, layout.batch * layout.heads, cores)
-    return layout._replace(segments=segments)
+def layout_of(k: jax.Array, v: jax.Array, chunk_size: int, segments: int | None) -> Layout:
+    """As planned for this device; `segments` may be forced."""
+    # CPU devices do not say their cores; fake ones share those of the machine.
+    cores = getattr(jax.devices()[0], "core_count", None) or max(1, (os.cpu_count() or 1) // jax.local_device_count())
+    return Layout.of(k.shape, v.shape[-1], chunk_size, segments, cores)
 
 
 def alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound) -> tuple[Any, ...]:
@@ -141,13 +143,11 @@ def summarize(
     K3 report, section 5.1.2.
     """
     check(k, k, v, g, beta, None, segment_ids, None, CHUNK_SIZE)
-    layout = chunked.Layout.of(k.shape[:3], CHUNK_SIZE)
-    dtype = state_dtype(k, v, g, beta)
+    layout, dtype = layout_of(k, v, CHUNK_SIZE, 1), state_dtype(k, v, g, beta)
     # Outputs are not computed, so any query does.
-    inputs = chunked.cut(k, k, v, g, beta, layout, 1.0, None, dtype)
-    maps = chunked.segment_maps(chunked.prepare(inputs, chunked.masks(segment_ids, layout)), layout)
-    M, S = (x.reshape(layout.batch, layout.heads, *x.shape[1:]) for x in maps)
-    return M, S
+    sequence = passes.Sequence.of(layout, k, k, v, g, beta, segment_ids)
+    (M, S), _ = passes.maps(Plan(layout, 1.0, None), sequence, dtype)
+    return M.reshape(*k.shape[::2], *M.shape[1:]), S.reshape(*k.shape[::2], *S.shape[1:])
 
 
 def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments=None):

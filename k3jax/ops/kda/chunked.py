@@ -1,7 +1,7 @@
 """KDA in chunks of tokens, with a hand-written gradient: what is parallel over chunks, and the recurrence between them.
 
-B batch, T tokens, H heads, K key dim, V value dim, n chunks of a segment, Z segments · batch · heads, P = n·Z chunks,
-C tokens of a chunk, I tiles of a chunk, i tokens of a tile, s stacked rows (queries, keys).
+K key dim, V value dim, Z recurrences side by side, P chunks that are worked on at once, n of each recurrence, C tokens of a
+chunk, I tiles of a chunk, i tokens of a tile, s stacked rows (queries, keys).
 K3 report, section 2.1 and its chunk form. Names: q⁺ and k⁺ decay from the chunk's start to their token, k_C from their token
 to the chunk's end; A pairs of keys (strictly lower, with β), R pairs of queries and keys (lower), X = (I + A)⁻¹;
 
@@ -16,49 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.compat import vary_like
-from k3jax.ops.kda.affine import AffineMap, contract, matmul
+from k3jax.ops.kda.affine import contract, matmul
+from k3jax.ops.kda.layout import Layout
 from k3jax.ops.kda.pairs import TILE, Decays, decays, pairs, unit_lower_inverse
 
-
-class Layout(NamedTuple):
-    """How a sequence is cut; static."""
-
-    batch: int
-    length: int
-    heads: int
-    chunk: int
-    segments: int
-    """Parts of the sequence that are evaluated side by side."""
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a segment."""
-        return -(-self.length // (self.chunk * self.segments))
-
-    @classmethod
-    def of(cls, shape, chunk_size: int, segments: int = 1) -> Layout:
-        """Chunks no longer than the sequence needs: a power of two of at least a tile."""
-        B, T, H = shape
-        return cls(B, T, H, min(chunk_size, max(TILE, 1 << (T - 1).bit_length())), segments)
-
-    def cut(self, x: jax.Array, mode: str = "constant") -> jax.Array:
-        """[B, T, H, D] -> [P, C, D], filled up at the end; zeros leave the state as it is (β = 0, g = 0)."""
-        B, T, H, C, R, n = self.batch, self.length, self.heads, self.chunk, self.segments, self.chunks
-        if T % (R * n * C):
-            x = jnp.pad(x, ((0, 0), (0, R * n * C - T), (0, 0), (0, 0)), mode=mode)
-        x = x.reshape(B, R, n, C, H, x.shape[-1])
-        return jnp.transpose(x, (2, 1, 0, 4, 3, 5)).reshape(-1, C, x.shape[-1])
-
-    def joined(self, x: jax.Array) -> jax.Array:
-        """The inverse of `cut`."""
-        B, T, H, C, R, n = self.batch, self.length, self.heads, self.chunk, self.segments, self.chunks
-        x = x.reshape(n, R, B, H, C, x.shape[-1])
-        return jnp.transpose(x, (2, 1, 0, 4, 3, 5)).reshape(B, R * n * C, H, x.shape[-1])[:, :T]
-
-    def steps(self, x: jax.Array) -> jax.Array:
-        """[P, ...] -> [n, Z, ...], to scan over."""
-        return x.reshape(self.chunks, -1, *x.shape[1:])
+UNROLL = 4
+"""Chunks of a recurrence between two steps of its loop: few enough to compile, enough to save most copies of the loop."""
 
 
 class Chunks(NamedTuple):
@@ -93,18 +56,9 @@ class Masks(NamedTuple):
     """[1]: the document that enters the chunk leaves it."""
 
 
-def masks(segment_ids: jax.Array | None, layout: Layout) -> Masks | None:
-    """The state that enters a sequence is of its first token's document."""
-    if segment_ids is None:
-        return None
-    ids = jnp.broadcast_to(segment_ids[..., None, None], (*segment_ids.shape, layout.heads, 1))
-    ids = layout.cut(ids, "edge")
-    by_chunk = ids.reshape(layout.chunks, layout.segments, -1, layout.chunk, 1)
-    last = by_chunk[:, :, :, -1:]
-    # The chunk before: of this segment, or the last one of the segment before.
-    previous = jnp.concatenate([by_chunk[:1, :1, :, :1], last[-1:, :-1]], 1)
-    before = jnp.concatenate([previous, last[:-1]]).reshape(-1, 1, 1)
-    last = last.reshape(-1, 1, 1)
+def masks(ids: jax.Array, before: jax.Array) -> Masks:
+    """Of chunks: the document of each token, and that of the state that enters; [P, C, 1]."""
+    last = ids[:, -1:]
     return Masks(ids == ids.mT, ids == before, ids == last, (before == last)[:, 0])
 
 
@@ -142,8 +96,7 @@ class Inputs(NamedTuple):
         return out[:, :, 0].reshape(-1, C, C), out[:, :, 1].reshape(-1, C, C)
 
 
-def cut(q, k, v, g, beta, layout: Layout, scale: float, gate_lower_bound: float | None, dtype) -> Inputs:
-    q, k, v, g, beta = (layout.cut(x).astype(dtype) for x in (q, k, v, g, beta[..., None]))
+def inputs(q, k, v, g, beta, scale: float, gate_lower_bound: float | None) -> Inputs:
     return Inputs(scale * q, k, v, beta, decays(g, gate_lower_bound))
 
 
@@ -181,24 +134,20 @@ def recur(chunks: Chunks, entering: jax.Array, layout: Layout) -> tuple[jax.Arra
         return through[..., None] * state + contract("ck,cv->kv", ending, written), (o, state)
 
     inputs = chunks.queries, chunks.W, chunks.U, chunks.reads, chunks.ending, chunks.through
-    leaving, (o, states) = lax.scan(step, entering, tuple(map(layout.steps, inputs)))
+    leaving, (o, states) = lax.scan(step, entering, tuple(map(layout.steps, inputs)), unroll=UNROLL)
     return o.reshape(-1, *o.shape[2:]), states.reshape(-1, *states.shape[2:]), leaving
 
 
-def segment_maps(chunks: Chunks, layout: Layout) -> AffineMap:
-    """Each segment as a map of the state, M [Z, K, K] and S [Z, K, V]."""
-    P, C, K = chunks.W.shape
-    Z, V = P // layout.chunks, chunks.U.shape[-1]
+def segment_maps(chunks: Chunks, before: jax.Array, layout: Layout) -> jax.Array:
+    """Maps of the state [Z, K, K + V], M and S side by side: those `before`, then the chunks."""
 
     def step(maps, chunk):
         W, U, ending, through = chunk
         written = jnp.concatenate([jnp.zeros_like(W), U], -1) - matmul(W, maps)
         return through[..., None] * maps + contract("ck,cv->kv", ending, written), None
 
-    identity = jnp.broadcast_to(jnp.eye(K, K + V, dtype=chunks.U.dtype), (Z, K, K + V))
     inputs = chunks.W, chunks.U, chunks.ending, chunks.through
-    maps, _ = lax.scan(step, vary_like(identity, chunks.U), tuple(map(layout.steps, inputs)))
-    return maps[..., :K], maps[..., K:]
+    return lax.scan(step, before, tuple(map(layout.steps, inputs)), unroll=UNROLL)[0]
 
 
 def recur_backward(chunks: Chunks, do: jax.Array, d_leaving: jax.Array, layout: Layout):
@@ -212,7 +161,9 @@ def recur_backward(chunks: Chunks, do: jax.Array, d_leaving: jax.Array, layout: 
 
     own = contract("ic,iv->cv", chunks.reads, do)
     inputs = chunks.queries, chunks.W, own, chunks.ending, chunks.through, do
-    entering, (d_written, d_states) = lax.scan(step, d_leaving, tuple(map(layout.steps, inputs)), reverse=True)
+    entering, (d_written, d_states) = lax.scan(
+        step, d_leaving, tuple(map(layout.steps, inputs)), reverse=True, unroll=UNROLL
+    )
     return d_written.reshape(do.shape), d_states.reshape(-1, *d_states.shape[2:]), entering
 
 

@@ -1,9 +1,12 @@
-"""Chunked KDA of a whole sequence as one operation with its own gradient.
+"""KDA of a whole sequence as one operation with its own gradient, whatever evaluates it.
 
 A long sequence may be cut into segments that are evaluated side by side: several on this device, or one on each rank of a
 mesh axis. Each segment is an affine map of the state; composing the maps gives the state that enters each, and from
 there the recurrence is exact. Backward mirrors it: the cotangent of the state that leaves a segment comes from the segments
 after it, through transposed maps. K3 report, sections 2.1 and 5.1.2.
+
+Two things vary: the stages, which evaluate the segments of a device, and the exchange, which knows how segments follow
+each other.
 
 B batch, T tokens, H heads, K key dim, V value dim, R segments, of all ranks in order.
 """
@@ -11,7 +14,7 @@ B batch, T tokens, H heads, K key dim, V value dim, R segments, of all ranks in 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from k3jax.compat import vary_like
-from k3jax.ops.kda import chunked
 from k3jax.ops.kda.affine import compose
 
 MIN_CHUNKS = 128
@@ -28,15 +30,51 @@ MIN_CHUNKS = 128
 MAX_SEGMENTS = 32
 
 
-def plan_segments(chunks: int, recurrences: int, cores: int) -> int:
-    """How many segments of a sequence to evaluate side by side.
+def plan_segments(chunks: int, *, passes: int, maps: int, cores: int) -> int:
+    """How many segments of a sequence to evaluate side by side, so that it ends soonest.
 
-    A recurrence (one head of one sequence) keeps about two cores busy; segments multiply the recurrences until all
-    cores have work. K3 report, section 2.1.
+    `passes`: programs that carry all states through the chunks, one core each; `maps`: those that carry all maps. Cores
+    take programs in rounds, a round lasts as many steps as a segment has chunks, and segments need rounds of both kinds.
+    K3 report, section 2.1.
     """
-    return max(1, min(cores // (2 * recurrences), chunks // MIN_CHUNKS, MAX_SEGMENTS))
+
+    def steps(segments: int) -> int:
+        rounds = lambda programs: -(-segments * programs // cores)
+        return -(-chunks // segments) * (rounds(passes) + (rounds(maps) if segments > 1 else 0))
+
+    most = min(chunks // MIN_CHUNKS, MAX_SEGMENTS)
+    return min(range(1, max(1, most) + 1), key=steps)
 
 
+@runtime_checkable
+class Stages(Protocol):
+    """What evaluates the segments of this device; hashable. States are [R, B, H, K, V], R the segments of the device."""
+
+    @property
+    def segments(self) -> int: ...
+
+    def prepare(self, q, k, v, g, beta, segment_ids, saved=None) -> Any:
+        """Everything that needs no state, for the other stages. Backward gives what `recur` saved."""
+        ...
+
+    def maps(self, parts) -> tuple[jax.Array, jax.Array]:
+        """The segments as maps of the state: M [R, B, H, K, K] and S [R, B, H, K, V]."""
+        ...
+
+    def recur(self, parts, entering) -> tuple[jax.Array, jax.Array, Any]:
+        """o [B, T, H, V], the states that leave the segments, and what to save for backward beside the inputs."""
+        ...
+
+    def entering_cotangents(self, parts, do, d_leaving) -> jax.Array:
+        """Of the states that enter the segments."""
+        ...
+
+    def gradients(self, parts, do, d_leaving) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Of q, k, v, g and beta, and of the states that enter the segments."""
+        ...
+
+
+@runtime_checkable
 class Exchange(Protocol):
     """How the segments of a sequence follow each other; hashable."""
 
@@ -80,23 +118,9 @@ def cotangents_between(M, d_entering, d_final) -> tuple[jax.Array, jax.Array]:
 class Plan(NamedTuple):
     """How to evaluate; static."""
 
-    layout: chunked.Layout
-    scale: float
-    gate_lower_bound: float | None
-    save_states: bool
-    """Whether forward keeps the state that enters each chunk for backward, or only those that enter segments."""
+    stages: Stages
     exchange: Exchange | None
     """None: there is one segment."""
-
-
-class Saved(NamedTuple):
-    """What backward needs beside the inputs."""
-
-    reads: jax.Array
-    inverse: jax.Array
-    states: jax.Array
-    """Entering each chunk, or each segment."""
-    exchange: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -106,23 +130,16 @@ def evaluate(plan: Plan, q, k, v, g, beta, initial_state, segment_ids):
 
 
 def _forward(plan: Plan, q, k, v, g, beta, initial_state, segment_ids):
-    layout, dtype = plan.layout, initial_state.dtype
-    inputs = chunked.cut(q, k, v, g, beta, layout, plan.scale, plan.gate_lower_bound, dtype)
-    chunks = chunked.prepare(inputs, chunked.masks(segment_ids, layout))
-    entering, kept = initial_state, None
-    if plan.exchange is not None:
-        M, S = (_by_segment(x, initial_state) for x in chunked.segment_maps(chunks, layout))
-        entering, final, kept = plan.exchange.forward(M, S, initial_state, segment_ids)
-    o, states, leaving = chunked.recur(chunks, _by_row(entering), layout)
-    if plan.exchange is None:
-        final = leaving.reshape(initial_state.shape)
-    saved = Saved(
-        checkpoint_name(chunks.reads, "kda.pairs"),
-        checkpoint_name(chunks.inverse, "kda.pairs"),
-        checkpoint_name(states if plan.save_states else _by_row(entering), "kda.states"),
-        jax.tree.map(lambda x: checkpoint_name(x, "kda.states"), kept),
-    )
-    return (layout.joined(o).astype(v.dtype), final), saved
+    stages, exchange = plan
+    parts = stages.prepare(q, k, v, g, beta, segment_ids)
+    entering, kept = initial_state[None], None
+    if exchange is not None:
+        entering, final, kept = exchange.forward(*stages.maps(parts), initial_state, segment_ids)
+        kept = jax.tree.map(lambda x: checkpoint_name(x, "kda.states"), kept)
+    o, leaving, saved = stages.recur(parts, entering)
+    if exchange is None:
+        final = leaving[0]
+    return (o.astype(v.dtype), final), (saved, kept)
 
 
 def _forward_rule(plan: Plan, *inputs):
@@ -132,39 +149,22 @@ def _forward_rule(plan: Plan, *inputs):
 
 
 def _backward_rule(plan: Plan, residuals, cotangents):
-    (q, k, v, g, beta, initial_state, segment_ids), saved = residuals
+    (q, k, v, g, beta, initial_state, segment_ids), (saved, kept) = residuals
     do, d_final = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    layout, dtype = plan.layout, initial_state.dtype
-    inputs = chunked.cut(q, k, v, g, beta, layout, plan.scale, plan.gate_lower_bound, dtype)
-    mask = chunked.masks(segment_ids, layout)
-    chunks = chunked.prepare(inputs, mask, (saved.reads, saved.inverse))
-    states = saved.states if plan.save_states else chunked.recur(chunks, saved.states, layout)[1]
-    do = layout.cut(_zeros_like(v, q) if do is None else do).astype(dtype)
-    d_leaving = _zeros_like(initial_state, q) if d_final is None else d_final
-    if plan.exchange is not None:
-        nothing = jnp.broadcast_to(_zeros_like(initial_state, q), (layout.segments, *initial_state.shape))
-        *_, apart = chunked.recur_backward(chunks, do, _by_row(nothing), layout)
-        d_leaving, d_initial = plan.exchange.backward(saved.exchange, _by_segment(apart, initial_state), d_final)
-    d_written, d_states, d_entering = chunked.recur_backward(chunks, do, _by_row(d_leaving), layout)
-    if plan.exchange is None:
-        d_initial = d_entering.reshape(initial_state.shape)
-    grads = chunked.prepare_backward(inputs, mask, chunks, states, do, d_written, d_states)
-    d_q, d_k, d_v, d_g, d_beta = map(layout.joined, grads)
-    grads = d_q * plan.scale, d_k, d_v, d_g, d_beta[..., 0]
+    stages, exchange = plan
+    parts = stages.prepare(q, k, v, g, beta, segment_ids, saved)
+    zeros_like = lambda x: vary_like(jnp.zeros_like(x), q)
+    do = zeros_like(v) if do is None else do
+    if exchange is None:
+        d_leaving = (zeros_like(initial_state) if d_final is None else d_final)[None]
+    else:
+        nothing = jnp.broadcast_to(zeros_like(initial_state), (stages.segments, *initial_state.shape))
+        apart = stages.entering_cotangents(parts, do, nothing)
+        d_leaving, d_initial = exchange.backward(kept, apart, d_final)
+    grads, d_entering = stages.gradients(parts, do, d_leaving)
+    if exchange is None:
+        d_initial = d_entering[0]
     return *(d.astype(x.dtype) for d, x in zip(grads, (q, k, v, g, beta), strict=True)), d_initial, None
 
 
 evaluate.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-
-
-def _zeros_like(x, ref):
-    return vary_like(jnp.zeros_like(x), ref)
-
-
-def _by_row(states):
-    """[R, B, H, K, V], or without R, -> [Z, K, V]."""
-    return states.reshape(-1, *states.shape[-2:])
-
-
-def _by_segment(x, initial_state):
-    return x.reshape(-1, *initial_state.shape[:2], *x.shape[1:])

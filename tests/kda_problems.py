@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.ops.kda import kda
+from k3jax.ops.kda import api, kda
+from k3jax.ops.kda.segments import evaluate as evaluate_plan
 
 # float32 rounding, relative to the norm of each batch row.
 FORWARD, GRADIENT = 1e-5, 1e-4
@@ -123,6 +124,13 @@ def evaluate_definition(p: Problem, cotangents):
     with jax.enable_x64(True):
         wide = Problem(*(x.astype(np.float64) for x in p[:6]), p.segment_ids)
         return evaluate(wide, [x.astype(np.float64) for x in cotangents], implementation="recurrent")
+
+
+def interpreted(*inputs, initial_state, segment_ids, bound=-5.0, **options):
+    """`kda` by the Hopper kernels, planned as always, but in Mosaic's interpreter; options as of `api.plan`."""
+    arrays = api.alike(*inputs, initial_state, segment_ids, bound)
+    plan = api.plan(arrays, "mosaic_gpu", inputs[0].shape[-1] ** -0.5, bound, **options)
+    return evaluate_plan(plan._replace(stages=plan.stages._replace(interpret=True)), *arrays)
 
 
 def error(got, right):

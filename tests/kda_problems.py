@@ -142,6 +142,13 @@ def error(got, right):
     return float((np.linalg.norm(got - right, axis=-1) / np.where(norm > 1e-12, norm, 1)).max())
 
 
+def assert_kernels_close(got, right):
+    """Values and gradients of the Hopper kernels, whose products have bfloat16 operands. At g = −5 what is left of dg and
+    dbeta is small, and of rounded terms: up to 1.1e-2 in some problems, with one segment as with several."""
+    for name, a, b in zip(NAMES, got, right, strict=True):
+        assert error(np.asarray(a, np.float32), b) <= (1.2e-2 if name in ("dg", "dbeta") else 1e-2), name
+
+
 def assert_close(got, right):
     """Values and gradients of `evaluate` at the tolerances above."""
     for name, a, b in zip(NAMES, got, right, strict=True):

@@ -5,11 +5,13 @@ B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value di
 One program carries the state of one head and BLOCKS["columns"] value columns (columns of S evolve independently)
 through all chunks, in registers, float32. Per chunk, from what `prepare` made:
 
-    V' = U - W S        O = Q S + A_qk V'        S <- diag(decay) S + K_endᵀ V'
+    E = U - W S        O = Q S + A_qk E        S <- diag(decay) S + K_endᵀ E
+
+E are the tokens' errors v - Sᵀk: beta is in A_qk and K_end.
 
 The loads of a chunk are in flight while the one before is worked on. W S is formed with S in two bfloat16 pieces:
 where the state predicts the value almost exactly, U - W S is what rounding of S to 8 bits would destroy. Backward
-needs the state that enters each chunk and V'; they are written, in bfloat16, only if asked for.
+needs the state that enters each chunk and E; they are written, in bfloat16, only if asked for.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ class Passed(NamedTuple):
     o: Float[Array, "B T H V"]
     final_state: Float[Array, "B H K V"]
     states: Float[Array, "B H N K V"] | None
-    values: Float[Array, "B H N C V"] | None
+    errors: Float[Array, "B H N C V"] | None
 
 
 def recurrence(chunks: Chunks, initial_state: Float[Array, "B H K V"], *, keep=False, interpret=False) -> Passed:
-    """Outputs bfloat16 and final state float32 of all chunks; `keep`: entering states and V' too, bfloat16."""
+    """Outputs bfloat16 and final state float32 of all chunks; `keep`: entering states and errors too, bfloat16."""
     B, H, N, C, K = chunks.w.shape
     V = chunks.u.shape[-1]
     columns, stages = BLOCKS["columns"], BLOCKS["stages"]
@@ -76,7 +78,7 @@ def recurrence(chunks: Chunks, initial_state: Float[Array, "B H K V"], *, keep=F
 
 def kernel(*refs, products: Products, keep: bool):
     sources, (s_g, o_g, final_g, *kept_g) = refs[:6], refs[6 : 9 + 2 * keep]
-    buffers, decays, s_pieces, (values, o), s, loaded, entered = refs[9 + 2 * keep :]
+    buffers, decays, s_pieces, (errors, o), s, loaded, entered = refs[9 + 2 * keep :]
     b, h = lax.axis_index("batch"), lax.axis_index("head")
     N, C = sources[0].shape[2:4]
     K, width = s.shape
@@ -98,14 +100,14 @@ def kernel(*refs, products: Products, keep: bool):
         pl.when(n + 1 < N)(lambda: load(n + 1))
         plgpu.barrier_wait(loaded.at[slot])
         hi, lo = s_pieces
-        values[...] = (u[...].astype(jnp.float32) - products((w, hi), (w, lo))).astype(jnp.bfloat16)
+        errors[...] = (u[...].astype(jnp.float32) - products((w, hi), (w, lo))).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        o[...] = products((q, hi), (a, values)).astype(jnp.bfloat16)
+        o[...] = products((q, hi), (a, errors)).astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o, o_g.at[b, pl.ds(n * C, C), h, columns])
-        for source, target in zip((hi, values), kept_g, strict=False):
+        for source, target in zip((hi, errors), kept_g, strict=False):
             plgpu.copy_smem_to_gmem(source, target.at[b, h, n, :, columns])
-        return S * lax.broadcast_in_dim(decays[slot], (K, width), (0,)) + products((Transposed(k_end), values))
+        return S * lax.broadcast_in_dim(decays[slot], (K, width), (0,)) + products((Transposed(k_end), errors))
 
     load(0)
     plgpu.copy_gmem_to_smem(s_g.at[b, h, :, columns], s, entered)
@@ -118,13 +120,13 @@ def kernel(*refs, products: Products, keep: bool):
 
 def reference(chunks: Chunks, initial_state) -> Passed:
     """The same from the definition, in the dtype of the chunks."""
-    S, o, states, values = initial_state, [], [], []
+    S, o, states, errors = initial_state, [], [], []
     for n in range(chunks.w.shape[2]):
         w, u, q, a, k_end, decay = (x[:, :, n] for x in chunks[:6])
         states.append(S)
-        values.append(u - w @ S)
-        o.append(q @ S + a @ values[-1])
-        S = decay[..., None] * S + jnp.swapaxes(k_end, -1, -2) @ values[-1]
+        errors.append(u - w @ S)
+        o.append(q @ S + a @ errors[-1])
+        S = decay[..., None] * S + jnp.swapaxes(k_end, -1, -2) @ errors[-1]
     stacked = lambda x: jnp.stack(x, axis=2)
     B, H, N, C, V = stacked(o).shape
-    return Passed(stacked(o).reshape(B, H, N * C, V).swapaxes(1, 2), S, stacked(states), stacked(values))
+    return Passed(stacked(o).reshape(B, H, N * C, V).swapaxes(1, 2), S, stacked(states), stacked(errors))

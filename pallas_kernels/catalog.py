@@ -73,13 +73,14 @@ def kernels(shape: Shape) -> list[Kernel]:
     sums = 3 * C * K  # of log decays over tokens, g in three pieces
     inverse = 5 * 2 * 3 * C * C
     preparing = each * (5 * sums + 3 * 2 * C * K + inverse + C * (K + V))
+    transposing = each * (3 * C * C + 2 * C * C + 3 * C * K)
     passing = each * (4 * K * V + C * V)
     without: Any = lambda *unread: chunks._replace(**dict.fromkeys(unread))
     reversing = each * (3 * K * V + C * V)
     mapping = each * 3 * K * (K + V)
     return [
         Kernel("kda_prepare", prepare.BLOCKS, make, inputs, preparing),
-        Kernel("kda_prepare, for backward", prepare.BLOCKS, make_again, inputs, preparing),
+        Kernel("kda_prepare, for backward", prepare.BLOCKS, make_again, inputs, preparing + transposing),
         Kernel("kda_segment_maps", recurrence.BLOCKS, recurrence.segment_maps, (without("q", "a_qk"),), mapping),
         Kernel("kda_recurrence", recurrence.BLOCKS, recurrence.recurrence, (chunks, state), passing),
         Kernel("kda_recurrence, for backward", recurrence.BLOCKS, pass_again, (chunks, state), passing),
@@ -87,16 +88,16 @@ def kernels(shape: Shape) -> list[Kernel]:
             "kda_entering_cotangents",
             reverse.BLOCKS,
             reverse.entering_cotangents,
-            (without("u"), value, state),
+            (kept, value, state),
             reversing,
         ),
-        Kernel("kda_reverse", reverse.BLOCKS, reverse.reverse, (chunks, value, state), reversing),
+        Kernel("kda_reverse", reverse.BLOCKS, reverse.reverse, (kept, value, state), reversing),
         Kernel(
             "kda_chunk_gradients",
             chunk_gradients.BLOCKS,
             chunk_gradients.chunk_gradients,
             to_chunks,
-            each * (3 * K * V + C * (3 * V + 2 * K) + C * C),
+            each * (3 * K * V + C * 2 * V),
         ),
         Kernel(
             "kda_pair_gradients",

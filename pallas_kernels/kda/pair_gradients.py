@@ -1,4 +1,4 @@
-"""KDA backward, last stage: from the chunk's matrices to q, k, the log decays and beta. Token-parallel.
+"""KDA backward, last stage: from the chunk's matrices to q, k and the log decays. Token-parallel.
 
 B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value dim.
 
@@ -6,8 +6,8 @@ One program takes one chunk of one head and BLOCKS["columns"] key columns. Pairs
 boundary between them (no exponent is positive) or, inside a tile of 16, at its start with the exact constant split.
 With f = e^G, e = e^{G_C - G}, D_ij = e^{G_i - G_j}, sums over pairs j < i:
 
-    dq = scale (dQ f + Σ_j dA_qk D k_j)        R = Y f + Σ_j dA_kk D k_j        end = dK_end e
-    columns_j = Σ_i (dA_qk scale q_i + dA_kk beta_i k_i) D        dk = beta R + columns + end        dbeta = Σ_K k R
+    dq = scale (dQ f + Σ_j dA_qk D k_j)        R = dK_start f + Σ_j dA_kk D k_j        end = dK_end e
+    columns_j = Σ_i (dA_qk scale q_i + dA_kk beta_i k_i) D        dk = beta R + columns + end
     dg_t = Σ_{i >= t} (q dq + k (beta R - columns))_i + Σ_{i < t} (k end)_i + ddecay
 
 A pair of a token with itself has no decay: its gradient joins dq and dk only after dg is taken, or its rounding, larger
@@ -61,13 +61,12 @@ def pair_gradients(
     k_blocks, square = K // COLUMNS, (CHUNK, COLUMNS)
     documents = first is not None
     out = [jax.ShapeDtypeStruct((B, T, H, K), x) for x in (half, half, full)]
-    out.append(jax.ShapeDtypeStruct((B, H, k_blocks, T), full))
     scratch = [
         [tiled(*square) for _ in range(5)],
         [tiled(*square, dtype=full) for _ in range(2)],
         [tiled(CHUNK, CHUNK) for _ in range(3)],
         [tiled(*square) for _ in range(5)],
-        [plain(CHUNK), plain(CHUNK, dtype=jnp.int32), plain(COLUMNS), plain(CHUNK), plain(CHUNK)],
+        [plain(CHUNK), plain(CHUNK, dtype=jnp.int32), plain(COLUMNS), plain(CHUNK)],
         plgpu.Barrier(num_arrivals=10 + documents),
     ]
     how = {
@@ -76,9 +75,9 @@ def pair_gradients(
         "shift": constant_split(gate_lower_bound),
         "documents": documents,
     }
-    dq, dk, dg, dbeta = launch(
+    dq, dk, dg = launch(
         lambda *refs: kernel(*refs, **how),
-        *(q, k, g, given.q, given.k_end, given.y, given.a_qk, given.a_kk, beta, given.decay),
+        *(q, k, g, given.q, given.k_end, given.k_start, given.a_qk, given.a_kk, beta, given.decay),
         *((first,) if documents else ()),
         name="kda_pair_gradients",
         out=out,
@@ -86,19 +85,19 @@ def pair_gradients(
         scratch=scratch,
         interpret=interpret,
     )
-    return dq, dk, dg, given.beta + dbeta.sum(axis=2)
+    return dq, dk, dg, given.beta
 
 
 def kernel(*refs, products: Products, scale: float, shift: int, documents: bool):
-    q_g, k_g, g_g, dq_g, dend_g, y_g, dqk_g, dkk_g, beta_g, ddecay_g, *first_g = refs[: 10 + documents]
-    dq_out, dk_out, dg_out, dbeta_out = refs[10 + documents : 14 + documents]
-    (q, k, dq_in, dend, y), (g, by_column), (dqk, dkk, upto), squares, vectors, loaded = refs[14 + documents :]
-    beta, first, ddecay, itself, dbeta = vectors
+    q_g, k_g, g_g, dq_g, dend_g, dstart_g, dqk_g, dkk_g, beta_g, ddecay_g, *first_g = refs[: 10 + documents]
+    dq_out, dk_out, dg_out = refs[10 + documents : 13 + documents]
+    (q, k, dq_in, dend, dstart), (g, by_column), (dqk, dkk, upto), squares, vectors, loaded = refs[13 + documents :]
+    beta, first, ddecay, itself = vectors
     b, h, n, block = (lax.axis_index(name) for name in ("batch", "head", "chunk", "columns"))
     tokens, part = pl.ds(n * CHUNK, CHUNK), pl.ds(block * COLUMNS, COLUMNS)
     bf16, f32 = jnp.bfloat16, jnp.float32
     copies = [(x.at[b, tokens, h, part], y) for x, y in ((q_g, q), (k_g, k), (g_g, g))]
-    copies += [(x.at[b, h, n, :, part], y) for x, y in ((dq_g, dq_in), (dend_g, dend), (y_g, y))]
+    copies += [(x.at[b, h, n, :, part], y) for x, y in ((dq_g, dq_in), (dend_g, dend), (dstart_g, dstart))]
     copies += [(x.at[b, h, n], y) for x, y in ((dqk_g, dqk), (dkk_g, dkk))]
     copies += [(beta_g.at[b, h, tokens], beta), (ddecay_g.at[b, h, n, part], ddecay)]
     copies += [(x.at[b, tokens], first) for x in first_g]
@@ -144,9 +143,7 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool)
     decays.put(g[...])
     from_start = entering(jnp.exp(decays.from_start()))
     dq = scale * (dq + from_start * wide(dq_in))
-    r = r + from_start * wide(y)
-    dbeta[...] = jnp.sum(wide(k) * r, axis=1)
-    r = r * rows(beta[...])
+    r = (r + from_start * wide(dstart)) * rows(beta[...])
     end = leaving(jnp.exp(decays.to_end())) * wide(dend)
     itself[...] = scale * jnp.sum(jnp.where(i == j, wide(dqk), 0.0), axis=1)
 
@@ -165,7 +162,6 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool)
     plgpu.commit_smem()
     for source, target in ((dq_in, dq_out), (dend, dk_out), (g, dg_out)):
         plgpu.copy_smem_to_gmem(source, target.at[b, tokens, h, part])
-    plgpu.copy_smem_to_gmem(dbeta, dbeta_out.at[b, h, block, tokens])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -187,7 +183,7 @@ def reference(q, k, g, beta, first, given: ChunkGradients, *, scale):
     f = (first < 0)[..., None] * jnp.exp(G)
     e = (place >= first[..., -1:])[..., None] * jnp.exp(G[..., -1:, :] - G)
     dq = scale * (given.q * f + by_row(given.a_qk))
-    r = given.y * f + by_row(given.a_kk)
+    r = given.k_start * f + by_row(given.a_kk)
     end = given.k_end * e
     column = by_column(given.a_qk, scale * q) + by_column(given.a_kk, beta * k)
     terms = q * dq + k * (beta * r - column)
@@ -195,5 +191,4 @@ def reference(q, k, g, beta, first, given: ChunkGradients, *, scale):
     dg = jnp.flip(jnp.cumsum(jnp.flip(terms, 3), 3), 3) + jnp.cumsum(kept, 3) - kept + given.decay[..., None, :]
     itself = scale * jnp.diagonal(given.a_qk, axis1=-2, axis2=-1)[..., None]
     dk = beta * r + column + end + itself * q
-    dbeta = given.beta + jnp.sum(k * r, -1).reshape(B, H, T)
-    return *map(to_tokens, (dq + itself * k, dk, dg)), dbeta
+    return *map(to_tokens, (dq + itself * k, dk, dg)), given.beta

@@ -5,11 +5,13 @@ B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value di
 One program carries the state of one head and BLOCKS["columns"] value columns (columns of S evolve independently)
 through all chunks, in registers, float32. Per chunk, from what `prepare` made:
 
-    V' = U - W S        O = Q S + A_qk V'        S <- diag(decay) S + K_endᵀ V'
+    E = U - W S        O = Q S + A_qk E        S <- diag(decay) S + K_endᵀ E
+
+E are the tokens' errors v - Sᵀk: beta is in A_qk and K_end.
 
 The loads of a chunk are in flight while the one before is worked on. W S is formed with S in two bfloat16 pieces:
 where the state predicts the value almost exactly, U - W S is what rounding of S to 8 bits would destroy. Backward
-needs the state that enters each chunk and V'; they are written, in bfloat16, only if asked for.
+needs the state that enters each chunk and E; they are written, in bfloat16, only if asked for.
 
 All chunks together map the state affinely, S -> M S + S_0. [M | S_0] is what [I | 0] becomes under [0 | U]: the same
 kernel over K + V columns, without outputs.
@@ -39,11 +41,11 @@ class Passed(NamedTuple):
     o: Float[Array, "B T H V"]
     final_state: Float[Array, "B H K V"]
     states: Float[Array, "B H N K V"] | None
-    values: Float[Array, "B H N C V"] | None
+    errors: Float[Array, "B H N C V"] | None
 
 
 def recurrence(chunks: Chunks, initial_state: Float[Array, "B H K V"], *, keep=False, interpret=False) -> Passed:
-    """Outputs bfloat16 and final state float32 of all chunks; `keep`: entering states and V' too, bfloat16."""
+    """Outputs bfloat16 and final state float32 of all chunks; `keep`: entering states and errors too, bfloat16."""
     B, H, N, C, K = chunks.w.shape
     V = chunks.u.shape[-1]
     out = [jax.ShapeDtypeStruct((B, N * C, H, V), jnp.bfloat16)]
@@ -90,7 +92,7 @@ def run(chunks: Chunks, initial_state: jax.Array, out: list, *, interpret: bool)
 
 def kernel(*refs, products: Products, arrays: int, outputs: int):
     sources, (s_g, final_g, *out_g) = refs[:arrays], refs[arrays : arrays + 2 + outputs]
-    buffers, decays, s_pieces, (values, *o), s, loaded, entered = refs[arrays + 2 + outputs :]
+    buffers, decays, s_pieces, (errors, *o), s, loaded, entered = refs[arrays + 2 + outputs :]
     b, h = lax.axis_index("batch"), lax.axis_index("head")
     N, C = sources[0].shape[2:4]
     K, width = s.shape
@@ -118,16 +120,16 @@ def kernel(*refs, products: Products, arrays: int, outputs: int):
         written = u[...].astype(jnp.float32)
         if before:
             written = written * jnp.where(block < before, 0.0, 1.0)
-        values[...] = (written - products((w, hi), (w, lo))).astype(jnp.bfloat16)
+        errors[...] = (written - products((w, hi), (w, lo))).astype(jnp.bfloat16)
         plgpu.commit_smem()
         if outputs:
             (q, a), (o_now,), (o_g, *kept_g) = reads, o, out_g
-            o_now[...] = products((q, hi), (a, values)).astype(jnp.bfloat16)
+            o_now[...] = products((q, hi), (a, errors)).astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_now, o_g.at[b, pl.ds(n * C, C), h, columns])
-            for source, target in zip((hi, values), kept_g, strict=False):
+            for source, target in zip((hi, errors), kept_g, strict=False):
                 plgpu.copy_smem_to_gmem(source, target.at[b, h, n, :, columns])
-        return S * lax.broadcast_in_dim(decays[slot], (K, width), (0,)) + products((Transposed(k_end), values))
+        return S * lax.broadcast_in_dim(decays[slot], (K, width), (0,)) + products((Transposed(k_end), errors))
 
     load(0)
     plgpu.copy_gmem_to_smem(s_g.at[b, h, :, columns], s, entered)
@@ -140,13 +142,13 @@ def kernel(*refs, products: Products, arrays: int, outputs: int):
 
 def reference(chunks: Chunks, initial_state) -> Passed:
     """The same from the definition, in the dtype of the chunks."""
-    S, o, states, values = initial_state, [], [], []
+    S, o, states, errors = initial_state, [], [], []
     for n in range(chunks.w.shape[2]):
         w, u, q, a, k_end, decay = (x[:, :, n] for x in chunks[:6])
         states.append(S)
-        values.append(u - w @ S)
-        o.append(q @ S + a @ values[-1])
-        S = decay[..., None] * S + jnp.swapaxes(k_end, -1, -2) @ values[-1]
+        errors.append(u - w @ S)
+        o.append(q @ S + a @ errors[-1])
+        S = decay[..., None] * S + jnp.swapaxes(k_end, -1, -2) @ errors[-1]
     stacked = lambda x: jnp.stack(x, axis=2)
     B, H, N, C, V = stacked(o).shape
-    return Passed(stacked(o).reshape(B, H, N * C, V).swapaxes(1, 2), S, stacked(states), stacked(values))
+    return Passed(stacked(o).reshape(B, H, N * C, V).swapaxes(1, 2), S, stacked(states), stacked(errors))

@@ -38,18 +38,17 @@ CASES = {
         partial(problem, [uniform_gates(70, 64, 1)], 0.5, T=70, K=64, V=128, H=1, documents=(20, 40, 64)),
         1.0,
     ),
+    # Keys nearly parallel, next to nothing forgotten: gradients of v and beta come from what differs between the keys.
+    "keys that cancel": (partial(problem, [-0.001], 0.99, T=130, K=64, V=64, H=1), 1.0),
 }
 SWEEP = {
     f"{gate}, cosine {cosine}, documents {documents}": (
         partial(problem, [gate], cosine, T=197, K=128, V=128, documents=documents),
         1.0,
     )
-    for gate in (-0.01, -0.5, -1.4, -3.0, -5.0)
+    for gate in (-0.001, -0.01, -0.5, -1.4, -3.0, -5.0)
     for cosine, documents in ((0.0, None), (0.9, None), (0.9, (1, 15, 16, 128, 190)))
 }
-# Keys that are nearly one, and nothing forgotten: gradients of v and beta are differences of nearly equal rows that
-# were rounded to bfloat16 before. They miss CLOSE, and must not get worse than this.
-CANCELLING = 2 * CLOSE
 
 
 @pytest.mark.parametrize(("make", "size"), [*CASES.values(), *(pytest.param(*x, marks=pytest.mark.slow) for x in SWEEP.values())],
@@ -58,11 +57,8 @@ def test_gradients_are_those_of_the_recurrence(make, size):
     p = make()
     cotangents = cotangents_of(p, size)
     got, (*_, q, k, v, g, beta, state) = run(p, cotangents), right_answers(p, cotangents)
-    cancels = ("v", "beta") if p.g.min() > -0.1 else ()
     far = {name: distance(a, b) for name, a, b in zip(got._fields, got, (q, k, v, g, beta, state), strict=True)}
-    assert all(size <= (CANCELLING if name in cancels else CLOSE) for name, size in far.items()), far
-    if max(far.values()) > CLOSE:
-        pytest.xfail(f"gradients of v and beta lose digits to cancellation: {far}")
+    assert max(far.values()) <= CLOSE, far
 
 
 @pytest.mark.quick

@@ -4,15 +4,15 @@ B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value di
 
 One program takes one chunk of one head. With G the sums of log decays from the chunk's start to a token, inclusive:
 
-    P[i,j] = k_i · k_j e^{G_i - G_j}, j < i                       W = (I + P diag(beta))^-1 (k e^G)
-    A[i,j] = scale (q_i · k_j e^{G_i - G_j}) beta_j, j <= i       U = (I + P diag(beta))^-1 v
-    Q = scale q e^G        K_end = beta k e^{G_C - G}             decay = e^{G_C}
+    P[i,j] = k_i · k_j e^{G_i - G_j}, j < i                          W = (I + P diag(beta))^-1 (k e^G)
+    A_qk[i,j] = scale (q_i · k_j e^{G_i - G_j}) beta_j, j <= i       U = (I + P diag(beta))^-1 v
+    Q = scale q e^G        K_end = beta k e^{G_C - G}                decay = e^{G_C}
 
-beta is with what is written (A, K_end), not with what is solved for: U - W S are the errors v - Sᵀk of the tokens, and
+beta is with what is written (A_qk, K_end), not with what is solved for: U - W S are the errors v - Sᵀk of the tokens, and
 beta's gradient needs them where beta is 0, too. Backward solves the transposed system, whose solutions are the cotangents
 of what tokens write. With X = (I + diag(beta) P)^-1:
 
-    K_start = beta k e^G        X_end = Xᵀ (k e^{G_C - G})        A_X = (A / beta) X
+    K_start = beta k e^G        X_end = Xᵀ (k e^{G_C - G})        A_X = (A_qk without beta) X
 
 Nearly parallel keys nearly cancel in X_end: the keys keep two bfloat16 pieces until they have.
 
@@ -22,8 +22,8 @@ exponent is positive. Inside a tile, e^{G} and e^{-G} from the tile's start, wit
 2^-s that keep both in range if 16 |gate_lower_bound| <= 80 (K3 report, section 2.1). Every sum of log
 decays is a product of a 0/1 matrix with g in three bfloat16 pieces: exact terms, added in float32.
 
-The inverse is substitution in blocks: with the diagonal blocks of b rows inverted, those of 2b rows follow from
-X_21 = -X_22 A_21 X_11. X, A and their products in two bfloat16 pieces (16 bits): below the rounding of the result.
+The inverse Z of I + M is substitution in blocks: with the diagonal blocks of b rows inverted, those of 2b rows follow
+from Z_21 = -Z_22 M_21 Z_11. Z, M and their products in two bfloat16 pieces (16 bits): below the rounding of the result.
 
 Documents. first[t] is the place in t's chunk where t's document began, -1 if that was before the chunk. Token i sees
 j >= first[i]; the entering state reaches only tokens whose first is -1; only tokens from the last one's first on reach

@@ -19,10 +19,10 @@ def inputs(T, K=64, V=64, H=1, documents=()):
 # Documents that go on over borders of chunks and segments, and start at them.
 CASES = {
     "one segment": ({"T": 70, "documents": (30,)}, 1),
-    "two of one chunk": ({"T": 70, "documents": (30, 64)}, 2),
     "three, two heads": ({"T": 150, "H": 2, "documents": (20, 128, 140)}, 3),
 }
 SWEEP = {
+    "two of one chunk": ({"T": 70, "documents": (30, 64)}, 2),
     "one document": ({"T": 250}, 2),
     "the last segment is empty": ({"T": 250, "documents": (63, 64, 65, 192)}, 3),
     "K < V": ({"T": 129, "V": 128, "documents": (128,)}, 2),

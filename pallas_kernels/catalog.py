@@ -74,12 +74,23 @@ def kernels(shape: Shape) -> list[Kernel]:
     inverse = 5 * 2 * 3 * C * C
     preparing = each * (5 * sums + 3 * 2 * C * K + inverse + C * (K + V))
     passing = each * (4 * K * V + C * V)
+    without: Any = lambda *unread: chunks._replace(**dict.fromkeys(unread))
+    reversing = each * (3 * K * V + C * V)
+    mapping = each * 3 * K * (K + V)
     return [
         Kernel("kda_prepare", prepare.BLOCKS, make, inputs, preparing),
         Kernel("kda_prepare, for backward", prepare.BLOCKS, make_again, inputs, preparing),
+        Kernel("kda_segment_maps", recurrence.BLOCKS, recurrence.segment_maps, (without("q", "a_qk"),), mapping),
         Kernel("kda_recurrence", recurrence.BLOCKS, recurrence.recurrence, (chunks, state), passing),
         Kernel("kda_recurrence, for backward", recurrence.BLOCKS, pass_again, (chunks, state), passing),
-        Kernel("kda_reverse", reverse.BLOCKS, reverse.reverse, (chunks, value, state), each * (3 * K * V + C * V)),
+        Kernel(
+            "kda_entering_cotangents",
+            reverse.BLOCKS,
+            reverse.entering_cotangents,
+            (without("u"), value, state),
+            reversing,
+        ),
+        Kernel("kda_reverse", reverse.BLOCKS, reverse.reverse, (chunks, value, state), reversing),
         Kernel(
             "kda_chunk_gradients",
             chunk_gradients.BLOCKS,

@@ -7,7 +7,10 @@ import sys
 
 from meshes.command_line import refuse
 
-BENCHMARKS = {"kda": "Kimi Delta Attention: implementations, errors, floor, ratio to tokamax"}
+BENCHMARKS = {
+    "kda": "Kimi Delta Attention: implementations, errors, floor, ratio to tokamax",
+    "kda_gpu": "the same by Hopper kernels: right or wrong, times, roofline, ratios to XLA and FLA",
+}
 
 
 def main() -> None:

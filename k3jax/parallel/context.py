@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 from k3jax.compat import vary_like
 from k3jax.ops.kda import api
 from k3jax.ops.kda.exchange import cotangents_between, states_between
-from k3jax.ops.kda.passes import Plan
 from k3jax.ops.kda.segments import evaluate
 from k3jax.ops.short_conv import short_conv
 
@@ -50,6 +49,7 @@ def kda_context_parallel(
     segment_ids: Int[Array, "B T"] | None = None,
     gate_lower_bound: float | None = None,
     chunk_size: int = api.CHUNK_SIZE,
+    implementation: str | None = None,
     segments: int | None = None,
     save_states: bool = True,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
@@ -61,6 +61,7 @@ def kda_context_parallel(
     the ends, only with segment_ids), and one in backward of R·B·segments·H·K·(K+V)·4, or R·B·H·K·V·4 more if the final
     state has a cotangent; twice that in float64. An axis of one rank gathers nothing.
 
+    implementation: as of `kda`, but "recurrent" only on one rank; segments: those of each rank.
     Raises ValueError as `kda` does. K3 report, section 5.1.2.
     """
     if lax.axis_size(axis_name) == 1:
@@ -75,13 +76,23 @@ def kda_context_parallel(
             segment_ids=segment_ids,
             gate_lower_bound=gate_lower_bound,
             chunk_size=chunk_size,
+            implementation=implementation,
             segments=segments,
             save_states=save_states,
         )
     api.check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
-    layout = api.layout_of(q, v, chunk_size, segments)
-    plan = Plan(layout, api.static_scale(q, scale), gate_lower_bound, save_states, RankToRank(axis_name))
-    return evaluate(plan, *api.alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound))
+    arrays = api.alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound)
+    plan = api.plan(
+        arrays,
+        implementation,
+        api.static_scale(q, scale),
+        gate_lower_bound,
+        chunk_size=chunk_size,
+        segments=segments,
+        save_states=save_states,
+        exchange=RankToRank(axis_name),
+    )
+    return evaluate(plan, *arrays)
 
 
 class RankToRank(NamedTuple):

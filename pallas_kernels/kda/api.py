@@ -1,12 +1,16 @@
 """KDA on Hopper: arrays in the layout of models in, arrays out; checks, padding and documents.
 
-B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value dim.
+B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value dim, R segments of a sequence.
+
+The kernels work on rows: whole chunks of tokens that follow each other. A sequence is one row, or R of them, and then it is
+the caller who finds the state that enters each (`segment_maps`) and the cotangent of the one that leaves it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +19,83 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kda.chunk_gradients import chunk_gradients
 from pallas_kernels.kda.decays import CHUNK, TILE
 from pallas_kernels.kda.pair_gradients import pair_gradients
-from pallas_kernels.kda.prepare import prepare
+from pallas_kernels.kda.prepare import Chunks, prepare
 from pallas_kernels.kda.recurrence import recurrence
-from pallas_kernels.kda.reverse import reverse
+from pallas_kernels.kda.reverse import Reversed, reverse
 
 HEAD_DIMS = (64, 128)
 LONGEST_EXPONENT = 80  # nats that one tile may decay by: e^80 is within float32 and bfloat16
 
+static: Any = partial(dataclasses.field, metadata={"static": True})
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Residuals:
-    """What backward needs: the padded inputs. Chunks and states are cheaper to make again than to keep."""
+class Rows:
+    """The inputs as the kernels take them: q, k, v, g, beta and where documents start, tokens filled up to whole chunks."""
 
     arrays: tuple
-    tokens: int = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(metadata={"static": True})
-    gate_lower_bound: float = dataclasses.field(metadata={"static": True})
-    interpret: bool = dataclasses.field(metadata={"static": True})
+    tokens: int = static()
+    segments: int = static()
+    scale: float = static()
+    gate_lower_bound: float = static()
+    interpret: bool = static()
+
+    def chunks(self, *, keep_inverse: bool = False) -> Chunks:
+        """Everything of the chunks that needs no state; for `gradients`, with the inverse."""
+        how = {"scale": self.scale, "gate_lower_bound": self.gate_lower_bound, "interpret": self.interpret}
+        return prepare(*self.arrays, keep_inverse=keep_inverse, **how)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return CHUNK * -(-self.tokens // (CHUNK * self.segments))
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...] -> [B R, tokens of a row, ...]. Zeros change nothing: beta 0 writes nothing, g 0 forgets nothing."""
+        return self.filled_up(x).reshape(-1, self.length, *x.shape[2:])
+
+    def filled_up(self, x: jax.Array, **how) -> jax.Array:
+        fill = self.segments * self.length - self.tokens
+        return jnp.pad(x, [(0, fill if axis == 1 else 0) for axis in range(x.ndim)], **how)
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """The inverse of `cut`."""
+        return x.reshape(-1, self.segments * x.shape[1], *x.shape[2:])[:, : self.tokens]
+
+
+def rows(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    *,
+    segment_ids: Int[Array, "B T"] | None,
+    scale: float,
+    gate_lower_bound: float | None,
+    segments: int = 1,
+    interpret: bool = False,
+) -> Rows:
+    """Inputs of `forward` as rows, each sequence in `segments` of equal length (the last ones may be short or empty).
+
+    Raises ValueError as `forward` does.
+    """
+    check(q, k, v, g, beta, None, segment_ids, gate_lower_bound)
+    assert gate_lower_bound is not None
+    empty = Rows((), q.shape[1], segments, scale, gate_lower_bound, interpret)
+    first = None
+    if segment_ids is not None:
+        first = document_starts(empty.filled_up(segment_ids, mode="edge")).reshape(-1, empty.length)
+    arrays = *map(empty.cut, (q, k, v, g)), empty.cut(beta).swapaxes(1, 2), first
+    return dataclasses.replace(empty, arrays=arrays)
+
+
+class Residuals(NamedTuple):
+    """What `backward` needs. Chunks and states are cheaper to make again than to keep."""
+
+    rows: Rows
+    initial_state: jax.Array
 
 
 def forward(
@@ -58,16 +121,12 @@ def forward(
     K3 report, sections 2.1 and 2.3; Kimi Linear, arXiv:2510.26692.
     """
     check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound)
-    assert gate_lower_bound is not None
-    B, T, H, K = q.shape
     if initial_state is None:
-        initial_state = jnp.zeros((B, H, K, v.shape[-1]), jnp.float32)
-    q, k, v, g, beta = (padded(x) for x in (q, k, v, g, beta))
-    first = None if segment_ids is None else document_starts(segment_ids)
-    arrays = q, k, v, g, beta.swapaxes(1, 2), first, initial_state
-    chunks = prepare(*arrays[:6], scale=scale, gate_lower_bound=gate_lower_bound, interpret=interpret)
-    passed = recurrence(chunks, initial_state, interpret=interpret)
-    return passed.o[:, :T], passed.final_state, Residuals(arrays, T, scale, gate_lower_bound, interpret)
+        initial_state = jnp.zeros((len(q), *q.shape[2:], v.shape[-1]), jnp.float32)
+    how = {"scale": scale, "gate_lower_bound": gate_lower_bound, "interpret": interpret}
+    given = rows(q, k, v, g, beta, segment_ids=segment_ids, **how)
+    passed = recurrence(given.chunks(), initial_state, interpret=interpret)
+    return given.joined(passed.o), passed.final_state, Residuals(given, initial_state)
 
 
 class Gradients(NamedTuple):
@@ -87,16 +146,25 @@ def backward(residuals: Residuals, do: Float[Array, "B T H V"], dfinal_state: Fl
     The chunks and the states are made again: kept, they would be several times the inputs (a chunk's state alone has
     twice the size of its q, k and v), and making them again costs about one forward. K3 report, section 2.4.
     """
-    q, k, v, g, beta, first, initial_state = residuals.arrays
-    how = {"scale": residuals.scale, "gate_lower_bound": residuals.gate_lower_bound, "interpret": residuals.interpret}
-    interpret = residuals.interpret
-    do = padded(do.astype(jnp.bfloat16))
-    chunks = prepare(q, k, v, g, beta, first, keep_inverse=True, **how)
-    passed = recurrence(chunks, initial_state, keep=True, interpret=interpret)
-    back = reverse(chunks, do, dfinal_state.astype(jnp.float32), interpret=interpret)
-    given = chunk_gradients(v, beta, first, chunks, passed, do, back, interpret=interpret)
-    dq, dk, dg, dbeta = pair_gradients(q, k, g, beta, first, given, **how)
-    dq, dk, dv, dg, dbeta = (x[:, : residuals.tokens] for x in (dq, dk, given.v, dg, dbeta.swapaxes(1, 2)))
+    given, initial_state = residuals
+    chunks = given.chunks(keep_inverse=True)
+    do = given.cut(do.astype(jnp.bfloat16))
+    back = reverse(chunks, do, dfinal_state.astype(jnp.float32), interpret=given.interpret)
+    return gradients(given, chunks, initial_state, do, back)
+
+
+def gradients(given: Rows, chunks: Chunks, entering: jax.Array, do: jax.Array, back: Reversed) -> Gradients:
+    """From chunks with their inverse, the states that enter rows, the outputs' cotangents as rows, and their `reverse`.
+
+    `Gradients.initial_state` is that of the states that enter.
+    """
+    q, k, v, g, beta, first = given.arrays
+    interpret = given.interpret
+    passed = recurrence(chunks, entering, keep=True, interpret=interpret)
+    known = chunk_gradients(v, beta, first, chunks, passed, do, back, interpret=interpret)
+    how = {"scale": given.scale, "gate_lower_bound": given.gate_lower_bound, "interpret": interpret}
+    dq, dk, dg, dbeta = pair_gradients(q, k, g, beta, first, known, **how)
+    dq, dk, dv, dg, dbeta = map(given.joined, (dq, dk, known.v, dg, dbeta.swapaxes(1, 2)))
     return Gradients(dq, dk, dv, dg, dbeta, back.initial_state)
 
 
@@ -133,15 +201,9 @@ def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound):
             )
 
 
-def padded(x: jax.Array, **how) -> jax.Array:
-    """x with whole chunks of tokens on axis 1. Zeros change nothing: beta 0 writes nothing, g 0 forgets nothing."""
-    return jnp.pad(x, [(0, -x.shape[1] % CHUNK if axis == 1 else 0) for axis in range(x.ndim)], **how)
-
-
-def document_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B padded"]:
-    """Where in its chunk each token's document began, -1 if before the chunk; T padded to whole chunks."""
-    ids = padded(segment_ids, mode="edge")
-    starts = jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0
-    place = jnp.arange(ids.shape[1]) % CHUNK
-    chunks = jnp.where(starts, place, -1).reshape(len(ids), -1, CHUNK)
-    return jax.lax.cummax(chunks, axis=2).reshape(ids.shape)
+def document_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Where in its chunk each token's document began, -1 if before the chunk; T in whole chunks."""
+    starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+    place = jnp.arange(segment_ids.shape[1]) % CHUNK
+    chunks = jnp.where(starts, place, -1).reshape(len(segment_ids), -1, CHUNK)
+    return jax.lax.cummax(chunks, axis=2).reshape(segment_ids.shape)

@@ -10,6 +10,9 @@ through all chunks, in registers, float32. Per chunk, from what `prepare` made:
 The loads of a chunk are in flight while the one before is worked on. W S is formed with S in two bfloat16 pieces:
 where the state predicts the value almost exactly, U - W S is what rounding of S to 8 bits would destroy. Backward
 needs the state that enters each chunk and V'; they are written, in bfloat16, only if asked for.
+
+All chunks together map the state affinely, S -> M S + S_0. [M | S_0] is what [I | 0] becomes under [0 | U]: the same
+kernel over K + V columns, without outputs.
 """
 
 from __future__ import annotations
@@ -43,54 +46,68 @@ def recurrence(chunks: Chunks, initial_state: Float[Array, "B H K V"], *, keep=F
     """Outputs bfloat16 and final state float32 of all chunks; `keep`: entering states and V' too, bfloat16."""
     B, H, N, C, K = chunks.w.shape
     V = chunks.u.shape[-1]
+    out = [jax.ShapeDtypeStruct((B, N * C, H, V), jnp.bfloat16)]
+    out += [jax.ShapeDtypeStruct((B, H, N, rows, V), jnp.bfloat16) for rows in (K, C) if keep]
+    final, o, *kept = run(chunks, initial_state, out, interpret=interpret)
+    return Passed(o, final, *(kept if keep else (None, None)))
+
+
+def segment_maps(chunks: Chunks, *, interpret=False) -> tuple[Float[Array, "B H K K"], Float[Array, "B H K V"]]:
+    """(M, S_0), float32: the state that leaves all chunks is M times the one that enters, and S_0."""
+    B, H, _, _, K = chunks.w.shape
+    columns = K + chunks.u.shape[-1]
+    (maps,) = run(chunks, jnp.broadcast_to(jnp.eye(K, columns), (B, H, K, columns)), [], interpret=interpret)
+    return maps[..., :K], maps[..., K:]
+
+
+def run(chunks: Chunks, initial_state: jax.Array, out: list, *, interpret: bool) -> tuple[jax.Array, ...]:
+    """The final state, then `out`: nothing, or outputs, or these with what backward needs. If the state has more columns
+    than U, U is that of the last ones, and 0 for those before."""
+    B, H, _, C, K = chunks.w.shape
     columns, stages = BLOCKS["columns"], BLOCKS["stages"]
-    out = [
-        jax.ShapeDtypeStruct((B, N * C, H, V), jnp.bfloat16),
-        jax.ShapeDtypeStruct((B, H, K, V), jnp.float32),
-        *(jax.ShapeDtypeStruct((B, H, N, rows, V), jnp.bfloat16) for rows in (K, C) if keep),
-    ]
-    stage = [(C, K), (C, columns), (C, K), (C, C), (C, K)]
+    reads = [chunks.q, chunks.a_qk] if out else []
+    stage = [(C, K), (C, columns), (C, K), *(x.shape[3:] for x in reads)]
     scratch = [
         [tiled(stages, *shape) for shape in stage],
         plain(stages, K),
         [tiled(K, columns) for _ in range(2)],
-        [tiled(C, columns) for _ in range(2)],
+        [tiled(C, columns) for _ in range(2 if out else 1)],
         tiled(K, columns, dtype=jnp.float32),
         plgpu.Barrier(num_arrivals=len(stage) + 1, num_barriers=stages),
         plgpu.Barrier(),
     ]
-    body = lambda *refs: kernel(*refs, products=Products(interpret), keep=keep)
-    grid = {"columns": V // columns, "head": H, "batch": B}
-    results = launch(
-        body,
-        *chunks[:6],
+    return launch(
+        lambda *refs: kernel(*refs, products=Products(interpret), arrays=len(stage) + 1, outputs=len(out)),
+        *(chunks.w, chunks.u, chunks.k_end, *reads, chunks.decay),
         initial_state,
-        name="kda_recurrence",
-        out=out,
-        grid=grid,
+        name="kda_recurrence" if out else "kda_segment_maps",
+        out=[jax.ShapeDtypeStruct(initial_state.shape, jnp.float32), *out],
+        grid={"columns": initial_state.shape[-1] // columns, "head": H, "batch": B},
         scratch=scratch,
         interpret=interpret,
     )
-    return Passed(*results, *(() if keep else (None, None)))
 
 
-def kernel(*refs, products: Products, keep: bool):
-    sources, (s_g, o_g, final_g, *kept_g) = refs[:6], refs[6 : 9 + 2 * keep]
-    buffers, decays, s_pieces, (values, o), s, loaded, entered = refs[9 + 2 * keep :]
+def kernel(*refs, products: Products, arrays: int, outputs: int):
+    sources, (s_g, final_g, *out_g) = refs[:arrays], refs[arrays : arrays + 2 + outputs]
+    buffers, decays, s_pieces, (values, *o), s, loaded, entered = refs[arrays + 2 + outputs :]
     b, h = lax.axis_index("batch"), lax.axis_index("head")
     N, C = sources[0].shape[2:4]
     K, width = s.shape
-    columns = pl.ds(lax.axis_index("columns") * width, width)
+    block = lax.axis_index("columns")
+    columns = pl.ds(block * width, width)
+    before = (s_g.shape[-1] - sources[1].shape[-1]) // width  # blocks of columns where U is 0
+    u_columns = pl.ds(jnp.maximum(block - before, 0) * width, width) if before else columns
 
     def load(n):
         slot = n % BLOCKS["stages"]
         for index, (source, target) in enumerate(zip(sources, (*buffers, decays), strict=True)):
-            part = source.at[b, h, n, :, columns] if index == 1 else source.at[b, h, n]
+            part = source.at[b, h, n, :, u_columns] if index == 1 else source.at[b, h, n]
             plgpu.copy_gmem_to_smem(part, target.at[slot], loaded.at[slot])
 
     def chunk(n, S):
         slot = n % BLOCKS["stages"]
-        w, u, q, a, k_end = (x.at[slot] for x in buffers)
+        w, u, k_end, *reads = (x.at[slot] for x in buffers)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results of the chunk before have left shared memory
         s_pieces[0][...], s_pieces[1][...] = pieces(S, 2)
         plgpu.commit_smem()
@@ -98,13 +115,18 @@ def kernel(*refs, products: Products, keep: bool):
         pl.when(n + 1 < N)(lambda: load(n + 1))
         plgpu.barrier_wait(loaded.at[slot])
         hi, lo = s_pieces
-        values[...] = (u[...].astype(jnp.float32) - products((w, hi), (w, lo))).astype(jnp.bfloat16)
+        written = u[...].astype(jnp.float32)
+        if before:
+            written = written * jnp.where(block < before, 0.0, 1.0)
+        values[...] = (written - products((w, hi), (w, lo))).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        o[...] = products((q, hi), (a, values)).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o, o_g.at[b, pl.ds(n * C, C), h, columns])
-        for source, target in zip((hi, values), kept_g, strict=False):
-            plgpu.copy_smem_to_gmem(source, target.at[b, h, n, :, columns])
+        if outputs:
+            (q, a), (o_now,), (o_g, *kept_g) = reads, o, out_g
+            o_now[...] = products((q, hi), (a, values)).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_now, o_g.at[b, pl.ds(n * C, C), h, columns])
+            for source, target in zip((hi, values), kept_g, strict=False):
+                plgpu.copy_smem_to_gmem(source, target.at[b, h, n, :, columns])
         return S * lax.broadcast_in_dim(decays[slot], (K, width), (0,)) + products((Transposed(k_end), values))
 
     load(0)

@@ -41,13 +41,24 @@ def reverse(
     chunks: Chunks, do: Float[Array, "B T H V"], dfinal: Float[Array, "B H K V"], *, interpret=False
 ) -> Reversed:
     """Cotangents of states and values from those of the outputs, bfloat16, and of the final state, float32."""
+    initial, states, values = run(chunks, do, dfinal, keep=True, interpret=interpret)
+    return Reversed(states, values, initial)
+
+
+def entering_cotangents(
+    chunks: Chunks, do: Float[Array, "B T H V"], dfinal: Float[Array, "B H K V"], *, interpret=False
+) -> Float[Array, "B H K V"]:
+    """That of the initial state alone, float32."""
+    return run(chunks, do, dfinal, keep=False, interpret=interpret)[0]
+
+
+def run(chunks: Chunks, do: jax.Array, dfinal: jax.Array, *, keep: bool, interpret: bool) -> tuple[jax.Array, ...]:
+    """The cotangent of the initial state; `keep`: those of states and values too."""
     B, H, N, C, K = chunks.w.shape
     V = do.shape[-1]
     columns, stages = BLOCKS["columns"], BLOCKS["stages"]
-    out = [
-        *(jax.ShapeDtypeStruct((B, H, N, rows, V), jnp.bfloat16) for rows in (K, C)),
-        jax.ShapeDtypeStruct((B, H, K, V), jnp.float32),
-    ]
+    out = [jax.ShapeDtypeStruct((B, H, K, V), jnp.float32)]
+    out += [jax.ShapeDtypeStruct((B, H, N, rows, V), jnp.bfloat16) for rows in (K, C) if keep]
     stage = [(C, K), (C, K), (C, C), (C, K), (C, columns)]
     scratch = [
         [tiled(stages, *shape) for shape in stage],
@@ -59,22 +70,20 @@ def reverse(
         plgpu.Barrier(num_arrivals=len(stage) + 1, num_barriers=stages),
         plgpu.Barrier(),
     ]
-    return Reversed(
-        *launch(
-            lambda *refs: kernel(*refs, products=Products(interpret)),
-            *(chunks.w, chunks.q, chunks.a_qk, chunks.k_end, do, chunks.decay, dfinal),
-            name="kda_reverse",
-            out=out,
-            grid={"columns": V // columns, "head": H, "batch": B},
-            scratch=scratch,
-            interpret=interpret,
-        )
+    return launch(
+        lambda *refs: kernel(*refs, products=Products(interpret), keep=keep),
+        *(chunks.w, chunks.q, chunks.a_qk, chunks.k_end, do, chunks.decay, dfinal),
+        name="kda_reverse" if keep else "kda_entering_cotangents",
+        out=out,
+        grid={"columns": V // columns, "head": H, "batch": B},
+        scratch=scratch,
+        interpret=interpret,
     )
 
 
-def kernel(*refs, products: Products):
-    sources, (dfinal_g, states_g, values_g, initial_g) = refs[:6], refs[6:10]
-    buffers, decays, ds, dv, minus_dv, edge, loaded, entered = refs[10:]
+def kernel(*refs, products: Products, keep: bool):
+    sources, (dfinal_g, initial_g, *kept_g) = refs[:6], refs[6 : 8 + 2 * keep]
+    buffers, decays, ds, dv, minus_dv, edge, loaded, entered = refs[8 + 2 * keep :]
     b, h = lax.axis_index("batch"), lax.axis_index("head")
     N, C = sources[0].shape[2:4]
     K, width = edge.shape
@@ -95,12 +104,14 @@ def kernel(*refs, products: Products):
         plgpu.commit_smem()
         # Behind this barrier no thread reads the other slot any more.
         pl.when(step + 1 < N)(lambda: load(step + 1))
-        plgpu.copy_smem_to_gmem(ds, states_g.at[b, h, n, :, columns])
+        if keep:
+            plgpu.copy_smem_to_gmem(ds, kept_g[0].at[b, h, n, :, columns])
         plgpu.barrier_wait(loaded.at[slot])
         dv_now = products((k_end, ds), (Transposed(a), do))
         dv[...], minus_dv[...] = dv_now.astype(jnp.bfloat16), (-dv_now).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(dv, values_g.at[b, h, n, :, columns])
+        if keep:
+            plgpu.copy_smem_to_gmem(dv, kept_g[1].at[b, h, n, :, columns])
         decay = lax.broadcast_in_dim(decays[slot], (K, width), (0,))
         return dS * decay + products((Transposed(q), do), (Transposed(w), minus_dv))
 

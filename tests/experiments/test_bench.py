@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments.bench import kda
+from experiments.bench import kda, kda_gpu
 
 
 def records(capsys, *argv):
@@ -49,3 +49,55 @@ def test_mistakes_are_one_line(argv, said, capsys):
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+def test_gpu_benchmark_finds_the_kernels_right_in_the_interpreter(capsys):
+    kda_gpu.main(["--interpret", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["times"] == [] and [len(r["errors"]) for r in said["correctness"]] == [8, 3]
+    for record in said["correctness"]:
+        assert all(0 <= error <= said["allowed_error"] for error in record["errors"].values())
+        assert max(record["errors"].values()) > 0
+
+
+def test_gpu_benchmark_stops_at_a_wrong_kernel_and_names_the_case(monkeypatch, capsys):
+    wrong = {
+        "case": "odd length",
+        "shape": [1],
+        "implementation": "mosaic_gpu",
+        "errors": {"o": 0.0, "dq": float("nan")},
+    }
+    monkeypatch.setattr(kda_gpu, "correctness", lambda interpret: [wrong])
+    with pytest.raises(SystemExit, match="wrong by more than 0.01: odd length"):
+        kda_gpu.main(["--interpret"])
+
+
+def test_gpu_benchmark_says_what_could_not_be_timed_and_times_the_others():
+    timed = kda_gpu.times((1, 70, 1, 64, 64), 1, "NVIDIA H200")
+    assert [r["direction"] for r in timed] == ["forward"] * 3 + ["both"] * 3
+    for ours, xla, fla in (timed[:3], timed[3:]):
+        assert "CPU" in ours["missing"] and xla["median_ms"] > 0 and fla["missing"]
+        assert "times_as_long_as_kernels" not in xla
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_gpu_floors_are_those_of_the_kernels_that_run(device):
+    shape = 1, 4096, 32, 128, 128
+    forward, backward = (kda_gpu.floor(shape, names, device) for names in (kda_gpu.FORWARD, kda_gpu.BACKWARD))
+    assert 0 < forward < backward < 0.01
+    assert kda_gpu.floor(shape, kda_gpu.FORWARD, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "JAX sees no GPU, only cpu"),
+        (["--rounds=0"], "--rounds=0 must be at least 1"),
+        (["--tokens", "0"], "--tokens"),
+    ],
+)
+def test_gpu_benchmark_refuses_in_one_line_before_it_compiles(argv, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        kda_gpu.main(argv)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and said in err and err.count("\n") == 1

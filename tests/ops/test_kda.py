@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.experimental import checkify
 from kda_problems import (
     FORWARD,
@@ -25,7 +23,6 @@ from kda_problems import (
 )
 
 from k3jax.ops.kda import kda, kda_step, layout
-from k3jax.ops.kda.layout import plan_groups, plan_segments
 
 BOUND = -5.0
 CONSTANT_GATES = (-0.001, -0.5, -1.0, -1.5, -2.5, -3.0, -5.0)
@@ -198,34 +195,6 @@ def test_a_broken_promise_is_caught_when_checks_are_on():
     kept.throw()
 
 
-@given(
-    chunks=st.integers(1, 10**6),
-    recurrences=st.integers(1, 4096),
-    cores=st.integers(1, 1024),
-)
-def test_segments_are_planned_for_long_sequences_with_few_heads(chunks, recurrences, cores):
-    segments = plan_segments(chunks, recurrences, cores)
-    assert 1 <= segments <= 32
-    if segments > 1:
-        assert segments * recurrences * 2 <= cores and chunks >= 128 * segments
-    # A million tokens of one head fill a GPU of 132 cores; a batch of heads that fills it already is left alone.
-    assert plan_segments(2**20 // 64, 1, 132) == 32 and plan_segments(2**20 // 64, 96, 132) == 1
-
-
-@given(
-    chunks=st.integers(1, 10**5),
-    recurrences=st.integers(1, 4096),
-    chunk_bytes=st.integers(1, 1 << 20),
-    cores=st.integers(1, 1024),
-)
-def test_groups_hold_little_and_waste_less_than_a_group(chunks, recurrences, chunk_bytes, cores):
-    groups = plan_groups(chunks, recurrences, chunk_bytes, cores)
-    a_group = -(-chunks // groups)
-    assert 1 <= groups <= chunks
-    assert a_group == 1 or a_group * recurrences * chunk_bytes <= layout.CACHE_PER_CORE * cores
-    assert groups * a_group - chunks < groups
-
-
 @pytest.mark.parametrize("length", [1, 16, 17, 65, *slow(2, 15, 63, 64, 1000)])
 def test_any_length(length):
     gates = [-0.1, -5.0, -40.0]
@@ -360,7 +329,7 @@ def test_float64_inputs_are_computed_in_float64():
         ({"chunk_size": 24}, "chunk_size=24 must be a power of two"),
         ({"chunk_size": 0}, "chunk_size=0 must be a power of two"),
         ({"segments": 0}, "segments=0 must be at least 1"),
-        ({"implementation": "recurrent", "segments": 2}, "segments=2.*only implementation 'chunked'"),
+        ({"implementation": "recurrent", "segments": 2}, "segments=2.*'recurrent' has none"),
         ({"gate_lower_bound": 0.0}, "gate_lower_bound=0.0 must be negative"),
     ],
 )

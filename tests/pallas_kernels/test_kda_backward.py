@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from kernel_problems import BOUND, CLOSE, distance, kernel_inputs, problem, right_answers
 
-from k3jax.ops.kda.mosaic import evaluate
+from k3jax.ops.kda import kda
 from pallas_kernels import mosaic
 from pallas_kernels.kda import backward, chunk_gradients, forward, pair_gradients, reverse
 from pallas_kernels.kda.prepare import prepare
@@ -71,12 +71,12 @@ def test_a_custom_rule_lowers_for_cuda_inside_shard_map():
     p = problem([-1.0] * 2, T=70, K=128, V=64, documents=(9,))
     q, k, v, g, beta, _, ids = kernel_inputs(p)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    options = (("scale", 0.1), ("gate_lower_bound", BOUND))
     state = jnp.zeros((1, 2, 128, 64))
 
     def loss(q, *x):
         given = [lax.pcast(a, "data", to="varying") for a in (state, ids[:1])]
-        return sum(y.astype(jnp.float32).sum() for y in evaluate(options, q, *x, *given))
+        options = {"initial_state": given[0], "segment_ids": given[1], "gate_lower_bound": BOUND}
+        return sum(y.astype(jnp.float32).sum() for y in kda(q, *x, **options, implementation="mosaic_gpu"))
 
     step = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
     sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))

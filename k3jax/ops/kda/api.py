@@ -15,13 +15,14 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
-from k3jax.ops.kda import mosaic, passes, reference
+from k3jax.ops.kda import mosaic, reference
 from k3jax.ops.kda.affine import AffineMap
-from k3jax.ops.kda.exchange import SideBySide
+from k3jax.ops.kda.exchange import Exchange, SideBySide
 from k3jax.ops.kda.layout import Layout
 from k3jax.ops.kda.pairs import TILE
-from k3jax.ops.kda.passes import Plan
-from k3jax.ops.kda.segments import evaluate
+from k3jax.ops.kda.segments import Plan, evaluate
+from k3jax.ops.kda.xla import Xla
+from pallas_kernels.kda import check as check_kernels
 
 CHUNK_SIZE = 64
 IMPLEMENTATIONS = ("recurrent", "chunked", "mosaic_gpu")
@@ -52,41 +53,73 @@ def kda(
     is right. `jax.experimental.checkify` with user checks catches a broken promise.
 
     implementation: "recurrent" (the definition), "chunked" (the default everywhere; chunks of `chunk_size` tokens, gradient
-    by hand), "mosaic_gpu" (Hopper kernels: 16-bit q, k, v, a bound of at least -5, K and V 64 or 128, chunks of 64).
-    Of "chunked": segments, parts of the sequence that are evaluated side by side (None: as many as keep this device's
-    cores busy); save_states, whether backward finds the state of each chunk (B·H·K·V·4 bytes a chunk) or computes it again.
+    by hand), "mosaic_gpu" (Hopper kernels: bfloat16 q, k, v, float32 g and beta, a bound of at least -5, K and V 64 or
+    128, chunks of 64; only the inputs and the states that enter segments are kept for backward).
+    Of these two: segments, parts of the sequence that are evaluated side by side (None: planned, so that long sequences of
+    few heads keep the cores busy: of this device, or of an H100 or H200 for "mosaic_gpu").
+    Of "chunked": save_states, whether backward finds the state of each chunk (B·H·K·V·4 bytes a chunk) or computes it again.
 
     Raises ValueError for shapes that do not fit together, an unknown implementation or one that does not take these
     inputs, a chunk size that is not a power of two of at least 16, a bound that is not negative, segments < 1.
     K3 report, section 2.1; Kimi Linear, arXiv:2510.26692.
     """
     check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation={implementation!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
     scale = static_scale(q, scale)
     arrays = alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound)
-    if implementation in (None, "chunked"):
-        layout = layout_of(q, v, chunk_size, segments)
-        exchange = SideBySide() if layout.segments > 1 else None
-        return evaluate(Plan(layout, scale, gate_lower_bound, save_states, exchange), *arrays)
+    if implementation != "recurrent":
+        options = {"chunk_size": chunk_size, "segments": segments, "save_states": save_states}
+        return evaluate(plan(arrays, implementation, scale, gate_lower_bound, **options), *arrays)
     if (chunk_size, segments, save_states) != (CHUNK_SIZE, None, True):
         raise ValueError(
-            f"chunk_size={chunk_size}, segments={segments}, save_states={save_states}: only implementation 'chunked' "
-            f"has these options; got {implementation!r}"
+            f"chunk_size={chunk_size}, segments={segments}, save_states={save_states}: implementation 'recurrent' has none "
+            "of these options; leave them out or choose 'chunked'"
         )
-    if implementation == "mosaic_gpu":
-        return mosaic.evaluate((("scale", scale), ("gate_lower_bound", gate_lower_bound)), *arrays)
     q, k, values, g, beta, state, segment_ids = arrays
     inputs = widened(q, k, values, g, beta, dtype=state.dtype, scale=scale)
     o, final = reference.recurrent(*inputs, initial_state=state, segment_ids=segment_ids)
     return o.astype(v.dtype), final
 
 
-def layout_of(k: jax.Array, v: jax.Array, chunk_size: int, segments: int | None) -> Layout:
-    """As planned for this device; `segments` may be forced."""
-    # CPU devices do not say their cores; fake ones share those of the machine.
-    cores = getattr(jax.devices()[0], "core_count", None) or max(1, (os.cpu_count() or 1) // jax.local_device_count())
-    return Layout.of(k.shape, v.shape[-1], chunk_size, segments, cores)
+def plan(
+    arrays: tuple[Any, ...],
+    implementation: str | None,
+    scale: float,
+    gate_lower_bound: float | None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+    segments: int | None = None,
+    save_states: bool = True,
+    exchange: Exchange | None = None,
+) -> Plan:
+    """How to evaluate `arrays`, from `alike`; exchange None: the segments of this device make up the sequence.
+
+    Raises ValueError for an implementation that is unknown or takes no segments, and for what it does not take.
+    """
+    q, k, v, g, beta, state, segment_ids = arrays
+    if implementation in (None, "chunked"):
+        layout = Layout.of(k.shape, v.shape[-1], chunk_size, segments, device_cores())
+        stages = Xla(layout, state.dtype, scale, gate_lower_bound, save_states)
+    elif implementation == "mosaic_gpu":
+        if (chunk_size, save_states) != (CHUNK_SIZE, True):
+            raise ValueError(
+                f"chunk_size={chunk_size}, save_states={save_states}: 'mosaic_gpu' has chunks of {CHUNK_SIZE} and never "
+                "saves their states; leave both options out or choose 'chunked'"
+            )
+        check_kernels(q, k, v, g, beta, state, segment_ids, gate_lower_bound)
+        segments = mosaic.planned_segments(q.shape, v.shape[-1]) if segments is None else segments
+        stages = mosaic.Mosaic(segments, scale, gate_lower_bound)
+    elif implementation == "recurrent":
+        raise ValueError("implementation='recurrent' takes no segments; choose 'chunked' or 'mosaic_gpu'")
+    else:
+        raise ValueError(f"implementation={implementation!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
+    if exchange is None and stages.segments > 1:
+        exchange = SideBySide()
+    return Plan(stages, exchange)
+
+
+def device_cores() -> int:
+    """Cores of a device. CPU devices do not say it; fake ones share those of the machine."""
+    return getattr(jax.devices()[0], "core_count", None) or max(1, (os.cpu_count() or 1) // jax.local_device_count())
 
 
 def alike(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound) -> tuple[Any, ...]:
@@ -143,11 +176,11 @@ def summarize(
     K3 report, section 5.1.2.
     """
     check(k, k, v, g, beta, None, segment_ids, None, CHUNK_SIZE)
-    layout, dtype = layout_of(k, v, CHUNK_SIZE, 1), state_dtype(k, v, g, beta)
+    layout = Layout.of(k.shape, v.shape[-1], CHUNK_SIZE, 1, device_cores())
+    stages = Xla(layout, state_dtype(k, v, g, beta), 1.0, None, save_states=False)
     # Outputs are not computed, so any query does.
-    sequence = passes.Sequence.of(layout, k, k, v, g, beta, segment_ids)
-    (M, S), _ = passes.maps(Plan(layout, 1.0, None), sequence, dtype)
-    return M.reshape(*k.shape[::2], *M.shape[1:]), S.reshape(*k.shape[::2], *S.shape[1:])
+    (M, S), _ = stages.maps(stages.prepare(k, k, v, g, beta, segment_ids))
+    return M[0], S[0]
 
 
 def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments=None):

@@ -8,7 +8,7 @@ B batch, H heads, K key dim, V value dim, R segments, of all ranks in order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from k3jax.ops.kda.affine import compose
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """How the segments of a sequence follow each other; hashable."""
 

@@ -21,13 +21,20 @@ CACHE_PER_CORE = 2 << 20
 """Bytes that a group may need while it is worked on: enough work for a core, little enough to stay near it."""
 
 
-def plan_segments(chunks: int, recurrences: int, cores: int) -> int:
-    """How many segments of a sequence to evaluate side by side.
+def plan_segments(chunks: int, *, passes: int, maps: int, cores: int) -> int:
+    """How many segments of a sequence to evaluate side by side, so that it ends soonest.
 
-    A recurrence (one head of one sequence) keeps about two cores busy; segments multiply the recurrences until all
-    cores have work. K3 report, section 2.1.
+    `passes`: programs that carry all states through the chunks, one core each; `maps`: those that carry all maps. Cores
+    take programs in rounds, a round lasts as many steps as a segment has chunks, and segments need rounds of both kinds.
+    K3 report, section 2.1.
     """
-    return max(1, min(cores // (2 * recurrences), chunks // MIN_CHUNKS, MAX_SEGMENTS))
+
+    def steps(segments: int) -> int:
+        rounds = lambda programs: -(-segments * programs // cores)
+        return -(-chunks // segments) * (rounds(passes) + (rounds(maps) if segments > 1 else 0))
+
+    most = min(chunks // MIN_CHUNKS, MAX_SEGMENTS)
+    return min(range(1, max(1, most) + 1), key=steps)
 
 
 def plan_groups(chunks: int, recurrences: int, chunk_bytes: int, cores: int) -> int:
@@ -57,13 +64,16 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], V: int, chunk_size: int, segments: int | None, cores: int) -> Layout:
-        """Of keys [B, T, H, K]. Chunks are no longer than the sequence needs: a power of two of at least a tile.
-        segments None: as planned."""
+        """Of keys [B, T, H, K], for a device of so many cores; segments None: as planned.
+
+        Chunks are no longer than the sequence needs: a power of two of at least a tile.
+        """
         B, T, H, K = shape
         C = min(chunk_size, max(TILE, 1 << (T - 1).bit_length()))
         chunks = -(-T // C)
         if segments is None:
-            segments = plan_segments(chunks, B * H, cores)
+            passes = 2 * B * H  # a head of one sequence keeps about two cores busy
+            segments = plan_segments(chunks, passes=passes, maps=-(-passes * (K + V) // V), cores=cores)
         chunk_bytes = 4 * 4 * C * (K + V)  # some four float32 arrays of each width
         return cls(B, T, H, C, segments, plan_groups(-(-chunks // segments), segments * B * H, chunk_bytes, cores))
 

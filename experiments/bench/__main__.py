@@ -7,7 +7,10 @@ import sys
 
 from meshes.command_line import refuse
 
-BENCHMARKS = {"kda": "Kimi Delta Attention: implementations, errors, floor, ratio to tokamax"}
+BENCHMARKS = {
+    "kda": "Kimi Delta Attention: implementations, errors, floor, ratio to tokamax",
+    "hf": "a training step of a small Kimi Linear model, ratio to transformers",
+}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,13 +216,3 @@ def mixture(c: ModelConfig, style: Style, at: str, ours: str, bias: str) -> Iter
         yield from shared
     elif style.empty:
         yield from (tensor._replace(parts=()) for tensor in shared)
-
-
-def described(problems: Mapping[str, Collection[str]], *, most: int = 8) -> str:
-    """Kinds of problems with the names that have them, in one line."""
-    said = []
-    for kind, names in problems.items():
-        if names:
-            shown = ", ".join(list(names)[:most]) + (", ..." if len(names) > most else "")
-            said.append(f"{len(names)} {kind}: {shown}")
-    return "; ".join(said)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from k3jax.configs import ModelConfig
 from k3jax.interop.huggingface.config import config_from_hf, config_to_hf, is_kimi_linear, text_fields
 from k3jax.interop.huggingface.files import DTYPES, Stored, allocate, read_directory, write_json
-from k3jax.interop.huggingface.tensors import Part, Style, Tensor, described, tensors
+from k3jax.interop.huggingface.tensors import Part, Style, Tensor, tensors
 
 CONFIG = "config.json"
 TIED = ("params/embed/table", "params/head/weight")
@@ -139,6 +139,16 @@ def compare(stored: dict[str, Stored], expected: dict[str, Tensor]) -> str:
             f"of a dtype that is not {', '.join(DTYPES)}": dtypes,
         }
     )
+
+
+def described(problems: Mapping[str, Collection[str]], *, most: int = 8) -> str:
+    """Kinds of problems with the names that have them, in one line."""
+    said = []
+    for kind, names in problems.items():
+        if names:
+            shown = ", ".join(list(names)[:most]) + (", ..." if len(names) > most else "")
+            said.append(f"{len(names)} {kind}: {shown}")
+    return "; ".join(said)
 
 
 # ---- back ------------------------------------------------------------------------------------------------------------

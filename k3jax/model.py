@@ -202,13 +202,12 @@ def embed(
     return Stream(x_BTD, jnp.zeros((num_blocks, *x_BTD.shape), dtype))
 
 
-def head_loss(
-    config: ModelConfig, params: Params, stream: Stream, batch: Batch, *, axes: Axes, is_last: bool | jax.Array = True
-) -> Float[Array, ""]:
-    """Sum of cross entropies (nats) over this rank's targets.
+def head_logits(
+    config: ModelConfig, params: Params, stream: Stream, *, axes: Axes, is_last: bool | jax.Array = True
+) -> Float[Array, "B T W"]:
+    """Logits of this rank's part of the vocabulary, at least float32.
 
-    With a pipe axis the stream counts on the last stage only; every rank then holds columns of the logits, which are
-    never gathered. Softmax in float32.
+    With a pipe axis the stream counts on the last stage only; every rank then holds columns, which are never gathered.
     """
     head = bind(config, "head", params)
     on_last = lambda x: x if axes.pipe is None else jnp.where(is_last, x, 0)  # elsewhere it is leftovers: keep it out
@@ -217,10 +216,16 @@ def head_loss(
     h_BTD = on_last(head.norm(h_BTD))
     if axes.pipe is not None:
         h_BTD = lax.psum(h_BTD, axes.pipe)
-    weight_DW = head.weight[...]
     fp32 = jnp.promote_types(h_BTD.dtype, jnp.float32)
-    logits_BTW = jnp.matmul(h_BTD, weight_DW, preferred_element_type=fp32)
-    W = weight_DW.shape[-1]
+    return jnp.matmul(h_BTD, head.weight[...], preferred_element_type=fp32)
+
+
+def head_loss(
+    config: ModelConfig, params: Params, stream: Stream, batch: Batch, *, axes: Axes, is_last: bool | jax.Array = True
+) -> Float[Array, ""]:
+    """Sum of cross entropies (nats) over this rank's targets. Softmax in float32. For a pipe axis see `head_logits`."""
+    logits_BTW = head_logits(config, params, stream, axes=axes, is_last=is_last)
+    W = logits_BTW.shape[-1]
     top_BT = lax.stop_gradient(logits_BTW).max(-1)
     local_BT = batch.targets
     if axes.pipe is not None:
@@ -347,6 +352,34 @@ def feed_forward(
 # ---- the plain program ---------------------------------------------------------------------------------------------------
 
 
+def plain_stream(
+    config: ModelConfig, params: Params, bias: dict[str, Any], batch: Batch, *, dtype: jax.typing.DTypeLike
+) -> tuple[Stream, dict[str, MoEStats]]:
+    """What leaves the last layer, on one device; parameters are cast already."""
+    layout = StackLayout(config)
+    only = lambda tree: jax.tree.map(lambda a: a[0, 0], tree)
+    flags = {name: jnp.asarray(table[0, 0]) for name, table in layout.flag_tables.items()}
+    stream = embed(params["embed"], batch.tokens, num_blocks=config.num_blocks, axes=Axes(), dtype=dtype)
+    weights = {"chunk": only(params["chunks"]), "dense": params["dense"]}
+    return chunk(
+        config, layout, weights, stream, only(bias["chunks"]), flags, batch, axes=Axes(), checkpoint=jax.checkpoint
+    )
+
+
+def plain_logits(
+    config: ModelConfig,
+    params: Params,
+    bias: dict[str, Any],
+    batch: Batch,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Float[Array, "B T W"]:
+    """Logits on one device, without schedule or sharding; arguments as of `plain_loss`, targets are not read."""
+    params = cast_for_compute(config, params, dtype)
+    stream, _ = plain_stream(config, params, bias, batch, dtype=dtype)
+    return head_logits(config, params["head"], stream, axes=Axes())
+
+
 def plain_loss(
     config: ModelConfig,
     params: Params,
@@ -359,14 +392,7 @@ def plain_loss(
 
     params and bias in the layout of one chunk, `StackLayout(config)`.
     """
-    layout = StackLayout(config)
-    only = lambda tree: jax.tree.map(lambda a: a[0, 0], tree)
-    flags = {name: jnp.asarray(table[0, 0]) for name, table in layout.flag_tables.items()}
     params = cast_for_compute(config, params, dtype)
-    stream = embed(params["embed"], batch.tokens, num_blocks=config.num_blocks, axes=Axes(), dtype=dtype)
-    weights = {"chunk": only(params["chunks"]), "dense": params["dense"]}
-    stream, stats = chunk(
-        config, layout, weights, stream, only(bias["chunks"]), flags, batch, axes=Axes(), checkpoint=jax.checkpoint
-    )
+    stream, stats = plain_stream(config, params, bias, batch, dtype=dtype)
     total = jnp.maximum((batch.targets >= 0).sum(), 1)
     return head_loss(config, params["head"], stream, batch, axes=Axes()) / total, stats

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -245,6 +246,31 @@ class CanonicalForm:
                 leaves[number] = assemble(leaf, jax.device_put(parts, devices, may_alias=False))
         return jax.tree.unflatten(self._tree, leaves)
 
+    def from_arrays(self, read: Callable[[str, tuple[slice, ...]], np.ndarray]) -> Any:
+        """The state with the arrays that `read(name, index)` gives, for any part of an array of `index`.
+
+        One device's part of one leaf at a time is in host memory; what replicas share is read once.
+        """
+        leaves: list[Any] = [None] * len(self._leaves)
+        for name, number in self._whole.items():
+            leaves[number] = placed(self._leaves[number], functools.partial(read, name))
+        for pack, members in self._packs.items():
+            layers, stack = set(self._layers(pack)), STACK_DIMS[pack.kind]
+            table = self._layout.layer_table[..., pack.p] if pack.kind == "chunks" else np.arange(len(layers))
+            for number, name, _ in members:
+                leaf = self._leaves[number]
+
+                def part(index, name=name, dtype=leaf.dtype, layers=layers, table=table, stack=stack):
+                    here = table[index[:stack]]
+                    values = np.zeros([at.stop - at.start for at in index], dtype)
+                    for slot in np.ndindex(here.shape):
+                        if here[slot] in layers:
+                            values[slot] = read(name.format(here[slot]), index[stack:])
+                    return values
+
+                leaves[number] = placed(leaf, part)
+        return jax.tree.unflatten(self._tree, leaves)
+
     def _stacks(self, pack: Pack, slots: list[tuple[int, ...]], records: dict[str, jax.Array]) -> dict[Any, np.ndarray]:
         """Each local device's records of this pack, slot after slot."""
         if pack.kind == "dense":
@@ -294,6 +320,20 @@ def local_devices(sharding: NamedSharding) -> list[Any]:
 def assemble(like: jax.ShapeDtypeStruct, parts: list[jax.Array]) -> jax.Array:
     """The array whose parts already lie on the devices of this process."""
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts, dtype=like.dtype)
+
+
+def placed(like: jax.ShapeDtypeStruct, part: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """The array of which `part(index)` gives what a device holds; slices have a start and a stop."""
+    devices_of: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
+    indices: Any = like.sharding.addressable_devices_indices_map(like.shape)
+    for device, index in indices.items():
+        key = tuple(at.indices(size) for at, size in zip(index, like.shape, strict=True))
+        devices_of.setdefault(key, []).append(device)
+    shards = []
+    for key, devices in devices_of.items():
+        values = np.asarray(part(tuple(slice(start, stop) for start, stop, _ in key)), like.dtype)
+        shards += [jax.device_put(values, device, may_alias=False) for device in devices]
+    return assemble(like, shards)
 
 
 def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

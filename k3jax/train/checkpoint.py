@@ -24,12 +24,14 @@ import orbax.checkpoint as ocp
 from k3jax.train import step_directory
 from k3jax.train.canonical import CanonicalForm, Place
 from k3jax.train.config import StepConfig
-from k3jax.train.step import TrainStep
+from k3jax.train.step import TrainState, TrainStep
 
 # Orbax logs, with tracebacks, what it raises as well.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 STATE = "state"
+WEIGHTS = ("params", "balance")
+"""What a model computes with; the rest of a state is of its training."""
 SPLIT_FROM_BYTES = 1 << 24
 """Replicas share the writing of larger records; for small ones the slicing costs more than it saves."""
 
@@ -38,15 +40,19 @@ class Checkpoints:
     """The checkpoints of one run. Nothing is created before the first save.
 
     directory: holds one directory a step. train_step: whose states are saved and restored. keep: how many of the newest
-    steps to keep; an older one is deleted once the new one is whole.
+    steps to keep; an older one is deleted once the new one is whole. weights_only: states have None for all but `WEIGHTS`.
     """
 
-    def __init__(self, directory: str | Path, train_step: TrainStep, *, keep: int = 3):
+    def __init__(self, directory: str | Path, train_step: TrainStep, *, keep: int = 3, weights_only: bool = False):
         if keep < 1:
             raise ValueError(f"keep={keep}: must be at least 1, the newest checkpoint")
         self.directory, self.keep = Path(directory).absolute(), keep
         self._step = train_step
-        self.form = CanonicalForm(train_step.state_shapes, train_step.state_shardings, train_step.layout)
+        self.form = (
+            weights_form(train_step)
+            if weights_only
+            else CanonicalForm(train_step.state_shapes, train_step.state_shardings, train_step.layout)
+        )
         processes = [{d.process_index for d in like.sharding.device_set} for like in self.form.records.values()]
         if jax.process_count() > 1 and min(map(len, processes)) == 1:
             raise ValueError(
@@ -119,16 +125,15 @@ class Checkpoints:
         check_config(manifest, self._step.config)
         return self._read(step, manifest, self.form), manifest["extra"]
 
-    def restore_weights(self, step: int) -> Any:
-        """The parameters alone, to start another run from; the optimizer may be another. Raises as `restore`."""
+    def restore_weights(self, step: int) -> tuple[Any, Any]:
+        """(parameters, the router's bias) alone, to start another run from; the optimizer may be another.
+
+        Raises as `restore`. The bias is part of what the model computes: without it other experts are chosen.
+        """
         manifest = self._manifest(step)
         check_config(manifest, self._step.config, weights_only=True)
-        shapes, shardings = (
-            state._replace(step=None, opt_state=None, balance=None, skipped=None)
-            for state in (self._step.state_shapes, self._step.state_shardings)
-        )
-        form = CanonicalForm(shapes, shardings, self._step.layout)
-        return self._read(step, manifest, form).params
+        state = self._read(step, manifest, weights_form(self._step))
+        return state.params, state.balance
 
     def _manifest(self, step: int) -> dict[str, Any]:
         self.wait()
@@ -143,6 +148,13 @@ class Checkpoints:
             for name, like in form.records.items()
         }
         return form.from_records(read_records(self.directory / str(step), how))
+
+
+def weights_form(train_step: TrainStep) -> CanonicalForm:
+    """The form of states that are None but for `WEIGHTS`."""
+    rest = dict.fromkeys(set(TrainState._fields) - set(WEIGHTS))
+    shapes, shardings = train_step.state_shapes._replace(**rest), train_step.state_shardings._replace(**rest)
+    return CanonicalForm(shapes, shardings, train_step.layout)
 
 
 # ---- without a run ---------------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ class Run:
             self.state = self.train_step.init()
         if self.weights and self.weights.step is not None:
             other = Checkpoints(self.weights.directory, self.train_step)
-            self.state = self.state._replace(params=other.restore_weights(self.weights.step))
+            params, balance = other.restore_weights(self.weights.step)
+            self.state = self.state._replace(params=params, balance=balance)
         self._skipped = int(self.state.skipped)
         told = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(RunConfig)}
         told |= {"mesh": str(self.spec), "step": dataclasses.asdict(self.config.step)}

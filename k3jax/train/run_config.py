@@ -29,7 +29,7 @@ class RunConfig:
     resume: bool = False
     """Continue from the newest whole checkpoint of the workdir, on any mesh; without one, start at step 0."""
     init_from: str = ""
-    """Workdir or checkpoints directory of a run, to start from the weights of its newest whole checkpoint."""
+    """Workdir or checkpoints directory whose newest whole checkpoint gives the weights and the router's bias."""
     eval_every: int = 0
     """Steps between evaluations on held-out data, which also follow the last step; 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

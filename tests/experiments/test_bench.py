@@ -1,10 +1,11 @@
 """The benchmark's figures are of what it says: errors of the timed programs, the stated work, one line for mistakes."""
 
 import json
+import sys
 
 import pytest
 
-from experiments.bench import kda, kda_gpu
+from experiments.bench import hf, kda, kda_gpu
 
 
 def records(capsys, *argv):
@@ -101,3 +102,20 @@ def test_gpu_benchmark_refuses_in_one_line_before_it_compiles(argv, said, capsys
         kda_gpu.main(argv)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "install the extra 'peers'"),
+        (["--rounds=0"], "--rounds=0 must be at least 1"),
+        (["--seq-len=1"], "--seq-len=1 must be at least 2"),
+    ],
+)
+def test_the_comparison_with_transformers_says_what_it_lacks(argv, said, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not installed
+    with pytest.raises(SystemExit) as stop:
+        hf.main(argv)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1

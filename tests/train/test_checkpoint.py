@@ -104,11 +104,12 @@ def test_weights_alone_serve_a_run_with_another_optimizer(saved):
     checkpoints = Checkpoints(directory, other)
     with pytest.raises(ValueError, match="optimizer is muon, this run's is adamw: use --optimizer=muon, or"):
         checkpoints.restore(2)
-    params = checkpoints.restore_weights(2)
+    params, balance = checkpoints.restore_weights(2)
     assert jax.tree.map(lambda leaf: leaf.sharding, params) == other.state_shardings.params
-    found = arrays(checkpoints, fill(other, seed=1)._replace(params=params))
-    weights = {name: value for name, value in bits.items() if name.startswith("params/")}
-    assert weights and weights == {name: value for name, value in found.items() if name.startswith("params/")}
+    found = arrays(checkpoints, fill(other, seed=1)._replace(params=params, balance=balance))
+    kept = ("params/", "balance/")
+    weights = {name: value for name, value in bits.items() if name.startswith(kept)}
+    assert weights and weights == {name: value for name, value in found.items() if name.startswith(kept)}
 
 
 def test_another_model_is_refused_by_its_fields(saved):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Draw, RMSNorm, Tokens, param
 from k3jax.ops.glu import gated_activation
-from k3jax.parallel.experts import Load, run_experts
+from k3jax.parallel.experts import run_experts
 from k3jax.parallel.routing import histogram, route
 
 
@@ -54,8 +54,8 @@ class MoEStats(NamedTuple):
 
     histogram_EN: Int[Array, "E N"]
     """Quantile balancing's histogram of cutoff minus score, N bins."""
-    load: Load
-    """Rows of this rank's experts."""
+    rows: Int[Array, ""]
+    """Rows that this rank's experts computed."""
 
 
 class LatentMoE(nnx.Module):
@@ -86,7 +86,7 @@ class LatentMoE(nnx.Module):
         routes = route(x_ND, self.router[...], bias_E, real_N, k=c.experts_per_token, scaling=c.routed_scaling)
         z_NL = x_ND if c.latent_size is None else x_ND @ self.latent_down[...]
         z_NL = checkpoint_name(z_NL, "moe.dispatch_in")
-        u_NL, load = run_experts(
+        u_NL, rows = run_experts(
             z_NL,
             routes.experts_Nk,
             routes.weights_Nk,
@@ -103,10 +103,10 @@ class LatentMoE(nnx.Module):
         y_BTD = y_ND.reshape(B, T, D)
         if c.shared_experts:
             y_BTD = y_BTD + self.shared(x_BTD, tokens)
-        stats = MoEStats(histogram(routes, bias_E, real_N, bins=c.balance_bins), load)
+        stats = MoEStats(histogram(routes, bias_E, real_N, bins=c.balance_bins), rows)
         return y_BTD, jax.tree.map(lax.stop_gradient, stats)
 
 
 def no_stats(config: ModelConfig) -> MoEStats:
     """What a layer without experts counts."""
-    return MoEStats(jnp.zeros((config.num_experts, config.balance_bins), jnp.int32), Load(*jnp.zeros((2,), jnp.int32)))
+    return MoEStats(jnp.zeros((config.num_experts, config.balance_bins), jnp.int32), jnp.zeros((), jnp.int32))

@@ -223,7 +223,6 @@ class Run:
             "tokens_per_second": int(values["tokens"]) / seconds,
             "bubble_fraction": self.train_step.resolved.schedule.bubble_fraction(lockstep=True),
             "moe_rows_max_over_mean": float(values["moe_rows_max_over_mean"]),
-            "moe_routed_max_over_mean": float(values["moe_routed_max_over_mean"]),
             "skipped": self._skipped,
         }
         if evaluate:

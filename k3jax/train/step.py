@@ -24,7 +24,6 @@ from k3jax.activations.leaves import tagged_names
 from k3jax.model import Axes, Batch
 from k3jax.optim.groups import path_name
 from k3jax.parallel import pipeline
-from k3jax.parallel.experts import Load
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import build
 from k3jax.sharding import param_specs, reduce_gradients
@@ -60,7 +59,7 @@ class Gradients(NamedTuple):
     """Quantile balancing's counts of every slot, {p: [S, V, J, E, N]}."""
     tokens: jax.Array
     """Real tokens of the batch."""
-    rows_max_over_mean: Load
+    rows_max_over_mean: jax.Array
     """Rows of the busiest rank over the mean rank's, in the worst MoE layer."""
 
 
@@ -163,8 +162,7 @@ class TrainStep:
             grad_norm=norm,
             learning_rate=self.learning_rate(optimizer_count(state)),
             tokens=out.tokens,
-            moe_rows_max_over_mean=out.rows_max_over_mean.computed,
-            moe_routed_max_over_mean=out.rows_max_over_mean.routed,
+            moe_rows_max_over_mean=out.rows_max_over_mean,
             finite=finite,
             grad_finite=jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(out.grads)]),
         )
@@ -203,14 +201,14 @@ class TrainStep:
         outcome = pipeline.run(schedule, *self._program(params, balance, flags, batch), cotangent)
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
         stats = outcome.counts
-        loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
+        rows = jnp.stack([layer.rows for layer in stats.values()])
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
             reduce_gradients(grads, self.specs),
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             tokens,
-            jax.tree.map(rows_max_over_mean, loads),
+            rows_max_over_mean(rows),
         )
 
     def _program(self, params, balance, flags, batch: Batch) -> tuple[pipeline.Program, Any]:
@@ -265,10 +263,13 @@ class TrainStep:
 
 
 def rows_max_over_mean(rows: jax.Array) -> jax.Array:
-    """Busiest over mean rank of an expert group, for the worst layer and group; 1 without MoE layers."""
-    most, total = lax.pmax(rows, "expert"), lax.psum(rows, "expert")
-    ratio = jnp.where(total > 0, most * lax.axis_size("expert") / jnp.maximum(total, 1), 1.0)
-    return lax.pmax(ratio.max(), ("data", "context", "pipe"))
+    """Busiest rank over mean rank of the expert computation, for the worst layer of the model; 1 without MoE layers."""
+    most, total = lax.pmax(rows, pipeline.REPLICAS), lax.psum(rows, pipeline.REPLICAS)
+    ranks = 1
+    for axis in pipeline.REPLICAS:
+        ranks *= lax.axis_size(axis)
+    ratio = jnp.where(total > 0, most * ranks / jnp.maximum(total, 1), 1.0)
+    return lax.pmax(ratio.max(), "pipe")
 
 
 def global_norm(grads: Any) -> jax.Array:

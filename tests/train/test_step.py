@@ -73,9 +73,8 @@ def test_raw_gradients_equal_plain_autodiff(mesh):
             assert not got[name].any(), name
         else:  # float32 sums over other shards: 1e-6 seen
             assert np.linalg.norm(got[name] - right) <= 1e-4 * norm, name
-    # The routing is as skewed as meant: far more goes to one rank's experts than its share. It computes its share.
-    assert float(out.rows_max_over_mean.routed) > 1.3
-    assert 1 <= float(out.rows_max_over_mean.computed) <= 1.02, "a row more on some ranks where they do not divide"
+    # The routing is as skewed as meant: the busiest rank computes far more than its share.
+    assert float(out.rows_max_over_mean) > 1.3
 
 
 def test_five_steps_equal_one_device():

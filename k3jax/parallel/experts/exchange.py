@@ -30,8 +30,6 @@ class Rows(NamedTuple):
     """Rows of each expert slot, contiguous and in this order: home experts, then replicas."""
     replicas: Int[Array, " H"]
     """Experts of the replica slots, −1 if unused; empty on one rank alone."""
-    routed: Int[Array, ""]
-    """Rows of the whole group that go to this rank's home experts, wherever they are computed."""
 
     @property
     def used_C(self) -> jax.Array:
@@ -65,8 +63,7 @@ class Group(NamedTuple):
         N, k = experts_Nk.shape
         C = planner.static_rows(N * k, self.num_experts, self.size, tile=1)
         counts = planner.counts(experts_Nk, self.num_experts)
-        table = self.gather(counts[None])
-        placement = planner.place(table)
+        placement = planner.place(self.gather(counts[None]))
         own = lambda x: lax.dynamic_index_in_dim(x, self.rank, keepdims=False)
         destination_Nk = planner.destinations(placement, experts_Nk, self.rank, rows=C)
         # −1 and rows of other ranks lie outside [0, C) here, and are dropped.
@@ -76,10 +73,9 @@ class Group(NamedTuple):
         token_Ak = jnp.broadcast_to(jnp.arange(A)[:, None], row_Ak.shape)
         source_C = jnp.full(C, A).at[row_Ak].set(token_Ak, mode="drop")
         sizes, replicas = own(placement.group_sizes), own(placement.replicas)
-        routed = own(table.sum(0).reshape(self.size, -1)).sum()
         if self.size == 1:
             sizes, replicas = sizes[: self.num_experts], replicas[:0]
-        return Rows(source_C, destination_Nk, sizes, replicas, routed)
+        return Rows(source_C, destination_Nk, sizes, replicas)
 
     def dispatch(self, x_ND: Float[Array, "N D"], rows: Rows) -> Float[Array, "C D"]:
         """Each row's token; 0 in rows that are not used. One all-gather of the tokens."""

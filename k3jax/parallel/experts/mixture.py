@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +24,6 @@ Activation = Callable[[jax.Array, jax.Array], jax.Array]
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class Load(NamedTuple):
-    """Rows of one rank."""
-
-    computed: Int[Array, ""]
-    routed: Int[Array, ""]
-    """What goes to its home experts: what it would compute without the plan."""
-
-
 def run_experts(
     z_NL: Float[Array, "N L"],
     experts_Nk: Int[Array, "N k"],
@@ -42,8 +33,8 @@ def run_experts(
     *,
     num_experts: int,
     axis_name: str | None,
-) -> tuple[Float[Array, "N L"], Load]:
-    """Weighted sum over each token's experts, and this rank's load. No token is ever dropped.
+) -> tuple[Float[Array, "N L"], Int[Array, ""]]:
+    """Weighted sum over each token's experts, and how many rows this rank computed. No token is ever dropped.
 
     kernels: gate and up [E/R, L, F], down [E/R, F, L] of the home experts of this rank. experts_Nk: global ids, distinct for
     a token, −1 for padding. activation: of gate and up, elementwise; the same function in every call.
@@ -53,10 +44,8 @@ def run_experts(
     group = Group(axis_name, num_experts)
     rows = jax.tree.map(lambda x: checkpoint_name(x, "moe.plan"), group.rows(experts_Nk))
     arrays = z_NL, weights_Nk, *kernels
-    z_NL, weights_Nk, gate, up, down = (vary_like(x, *arrays) for x in arrays)
-    return mixture((group, activation), z_NL, weights_Nk, (gate, up, down), rows), Load(
-        rows.group_sizes.sum(), rows.routed
-    )
+    z_NL, weights_Nk, *kernels = (vary_like(x, *arrays) for x in arrays)
+    return mixture((group, activation), z_NL, weights_Nk, tuple(kernels), rows), rows.group_sizes.sum()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -16,7 +16,7 @@ from k3jax.activations.policy import ActivationPolicy
 from k3jax.layers.common import Tokens
 from k3jax.ops.glu import gated_activation
 from k3jax.parallel import routing
-from k3jax.parallel.experts import run_experts
+from k3jax.parallel.experts import local_experts, run_experts
 from k3jax.sharding import reduce_gradients
 from meshes import MeshSpec
 
@@ -88,8 +88,7 @@ def test_sharded_experts_equal_the_dense_mixture_with_raw_gradients(mesh, routin
     run = jax.jit(lambda z, w, k: sharded_mixture(mesh, z, experts, w, k))
     out, rows = run(z, weights, kernels)
     np.testing.assert_allclose(out, jax.jit(dense_mixture)(z, experts, weights, kernels), atol=1e-5)
-    by_group = np.asarray(rows).reshape(-1, mesh.shape["expert"])
-    assert rows.sum() == (experts >= 0).sum() and (np.ptp(by_group, axis=1) <= 1).all()
+    assert rows.sum() == (experts >= 0).sum()
     got = jax.jit(jax.grad(loss(lambda *a: sharded_mixture(mesh, *a)[0]), (0, 1, 2)))(z, weights, kernels)
     want = jax.jit(jax.grad(loss(dense_mixture), (0, 1, 2)))(z, weights, kernels)
     want = (want[0], jnp.where(experts >= 0, want[1], 0), want[2])
@@ -107,7 +106,7 @@ def test_empty_experts_and_unused_rows_never_matter():
     kernels = tuple(k[:4] for k in problem()[3])
 
     def run(z, kernels):
-        out, rows = run_experts(z, experts, weights, kernels, silu_product, num_experts=4, axis_name=None)
+        out, rows = local_experts(z, experts, weights, kernels, silu_product, first_expert=0)
         return jnp.where(experts >= 0, out, 0).sum(), rows
 
     (value, rows), (dz, dk) = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(z, kernels)

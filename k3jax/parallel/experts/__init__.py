@@ -1,6 +1,6 @@
-"""Expert parallelism: which rank computes which rows, how they get there and back, and what is computed."""
+"""Expert parallelism: where rows of routed tokens are computed, and how they get there and back."""
 
-from k3jax.parallel.experts.mixture import run_experts
+from k3jax.parallel.experts.exchange import local_experts, run_experts
 from k3jax.parallel.experts.planner import ExpertPlan, plan
 
-__all__ = ["ExpertPlan", "plan", "run_experts"]
+__all__ = ["ExpertPlan", "local_experts", "plan", "run_experts"]

@@ -163,7 +163,7 @@ def fills(xp: ModuleType, balance):
         balance = balance - xp.where(ranks == most, lacking, 0) + xp.where(ranks == least, lacking, 0)
         return balance, taken + xp.where((ranks[:, None] == most) & (ranks == least), lacking, 0)
 
-    return repeat(xp, R - 1, fill, (balance, 0 * (balance[:, None] + balance)))[1]
+    return repeat(xp, R - 1, fill, (balance, xp.zeros((R, R), balance.dtype)))[1]
 
 
 def split_quotas(xp: ModuleType, load, quotas):
@@ -182,7 +182,7 @@ def split_quotas(xp: ModuleType, load, quotas):
         return load - xp.where(at_expert, rows[:, None], 0), quotas - xp.where(at_rank, rows[:, None], 0), given
 
     # Each turn ends a quota or an expert.
-    load, _, given = repeat(xp, R - 1 + H, give, (load, quotas, 0 * (load[:, :, None] + quotas[:, None])))
+    load, _, given = repeat(xp, R - 1 + H, give, (load, quotas, xp.zeros((R, H, R), load.dtype)))
     return load, given
 
 

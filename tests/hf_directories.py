@@ -8,11 +8,12 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from k3jax.configs import ModelConfig
+from k3jax.configs import ModelConfig, get
 from k3jax.interop.huggingface import config_to_hf
 from k3jax.interop.huggingface.tensors import Style, tensors
 
-KIMI_LINEAR = ModelConfig(
+KIMI_LINEAR = dataclasses.replace(
+    get("kimi_linear_48b"),
     name="kimi",
     vocab_size=24,
     hidden_size=12,
@@ -21,23 +22,16 @@ KIMI_LINEAR = ModelConfig(
     pattern="KKM",
     kda_key_dim=6,
     kda_value_dim=6,
-    gate_lower_bound=None,
     gate_rank=6,
     output_gate_rank=6,
-    q_lora_rank=None,
     kv_lora_rank=8,
     qk_nope_dim=4,
     qk_rope_dim=2,
     v_head_dim=5,
-    mla_output_gate=False,
     dense_width=16,
-    activation="swiglu",
     num_experts=4,
-    shared_experts=1,
+    experts_per_token=2,
     expert_width=7,
-    latent_size=None,
-    routed_scaling=2.446,
-    attn_res_block=None,
 )
 K3 = dataclasses.replace(
     KIMI_LINEAR,

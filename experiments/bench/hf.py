@@ -18,38 +18,30 @@ import jax
 import numpy as np
 
 from experiments.bench.timing import in_turns, ratio
-from k3jax.configs import ModelConfig
+from k3jax.configs import get
 from k3jax.interop.huggingface import write_directory
 from meshes.command_line import parse, refuse
 
 PROG = "python -m experiments.bench hf"
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+    get("kimi_linear_48b"),
     name="small kimi linear",
     vocab_size=2048,
     hidden_size=256,
     num_layers=4,
-    pattern="KKKM",
     num_heads=4,
     kda_key_dim=64,
     kda_value_dim=64,
-    gate_lower_bound=None,
     gate_rank=64,
     output_gate_rank=64,
-    q_lora_rank=None,
     kv_lora_rank=128,
     qk_nope_dim=64,
     qk_rope_dim=32,
     v_head_dim=64,
-    mla_output_gate=False,
     dense_width=1024,
-    activation="swiglu",
     num_experts=16,
     experts_per_token=4,
-    shared_experts=1,
     expert_width=128,
-    latent_size=None,
-    routed_scaling=2.446,
-    attn_res_block=None,
 )
 
 

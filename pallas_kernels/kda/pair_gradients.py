@@ -76,7 +76,7 @@ def pair_gradients(
         "shift": constant_split(gate_lower_bound),
         "documents": documents,
     }
-    return launch(
+    dq, dk, dg = launch(
         lambda *refs: kernel(*refs, **how),
         *(q, k, g, given.q, given.k_end, given.k_start, given.a_qk, given.a_kk, beta, given.decay),
         *((first,) if documents else ()),
@@ -86,6 +86,7 @@ def pair_gradients(
         scratch=scratch,
         interpret=interpret,
     )
+    return dq, dk, dg
 
 
 def kernel(*refs, products: Products, scale: float, shift: int, documents: bool):

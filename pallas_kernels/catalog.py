@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes read and written once each."""
+        """Of all arguments and results, read and written once each."""
         arrays = jax.tree.leaves((self.arguments, jax.eval_shape(self.function, *self.arguments)))
         return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 
@@ -56,12 +56,18 @@ def kernels(shape: Shape) -> list[Kernel]:
     make = partial(prepare.prepare, **gate)
     make_again = partial(prepare.prepare, keep_inverse=True, **gate)
     pass_again = partial(recurrence.recurrence, keep=True)
+    # Without what a kernel does not read.
+    only: Any = lambda made, *read: made._replace(**{name: None for name in made._fields if name not in read})
     chunks = jax.eval_shape(make, *inputs)
+    passed = jax.eval_shape(pass_again, chunks, state)
     kept = jax.eval_shape(make_again, *inputs)
-    passed = jax.eval_shape(pass_again, kept, state)
-    back = jax.eval_shape(reverse.reverse, kept, value, state)
-    to_chunks = value, beta, first, kept, passed, value, back
+    kept = only(kept, "q", "decay", "minus_k_start", "x_end", "a_x")
+    to_reverse = kept, passed.errors, value, state
+    back = jax.eval_shape(reverse.reverse, *to_reverse)
+    passed, back = only(passed, "states", "errors"), only(back, "states", "writes")
+    to_chunks = beta, first, chunks.decay, passed, value, back
     given = jax.eval_shape(chunk_gradients.chunk_gradients, *to_chunks)
+    given = only(given, "a_qk", "a_kk", "q", "k_end", "k_start", "decay")
     pull_pairs = partial(pair_gradients.pair_gradients, **gate)
 
     D, W = 2 * K + V, 4
@@ -75,13 +81,18 @@ def kernels(shape: Shape) -> list[Kernel]:
     preparing = each * (5 * sums + 3 * 2 * C * K + inverse + C * (K + V))
     transposing = each * (3 * C * C + 2 * C * C + 3 * C * K)
     passing = each * (4 * K * V + C * V)
-    without: Any = lambda *unread: chunks._replace(**dict.fromkeys(unread))
-    reversing = each * (3 * K * V + C * V)
+    reversing = each * (4 * K * V + C * V)
     mapping = each * 3 * K * (K + V)
     return [
         Kernel("kda_prepare", prepare.BLOCKS, make, inputs, preparing),
         Kernel("kda_prepare, for backward", prepare.BLOCKS, make_again, inputs, preparing + transposing),
-        Kernel("kda_segment_maps", recurrence.BLOCKS, recurrence.segment_maps, (without("q", "a_qk"),), mapping),
+        Kernel(
+            "kda_segment_maps",
+            recurrence.BLOCKS,
+            recurrence.segment_maps,
+            (only(chunks, "w", "u", "k_end", "decay"),),
+            mapping,
+        ),
         Kernel("kda_recurrence", recurrence.BLOCKS, recurrence.recurrence, (chunks, state), passing),
         Kernel("kda_recurrence, for backward", recurrence.BLOCKS, pass_again, (chunks, state), passing),
         Kernel(
@@ -91,7 +102,7 @@ def kernels(shape: Shape) -> list[Kernel]:
             (kept, value, state),
             reversing,
         ),
-        Kernel("kda_reverse", reverse.BLOCKS, reverse.reverse, (kept, value, state), reversing),
+        Kernel("kda_reverse", reverse.BLOCKS, reverse.reverse, to_reverse, reversing),
         Kernel(
             "kda_chunk_gradients",
             chunk_gradients.BLOCKS,

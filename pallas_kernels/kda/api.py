@@ -21,7 +21,7 @@ from pallas_kernels.kda.decays import CHUNK, TILE
 from pallas_kernels.kda.pair_gradients import pair_gradients
 from pallas_kernels.kda.prepare import Chunks, prepare
 from pallas_kernels.kda.recurrence import recurrence
-from pallas_kernels.kda.reverse import Reversed, reverse
+from pallas_kernels.kda.reverse import reverse
 
 HEAD_DIMS = (64, 128)
 LONGEST_EXPONENT = 80  # nats that one tile may decay by: e^80 is within float32 and bfloat16
@@ -149,22 +149,20 @@ def backward(residuals: Residuals, do: Float[Array, "B T H V"], dfinal_state: Fl
     given, initial_state = residuals
     chunks = given.chunks(keep_inverse=True)
     do = given.cut(do.astype(jnp.bfloat16))
-    back = reverse(chunks, do, dfinal_state.astype(jnp.float32), interpret=given.interpret)
-    return gradients(given, chunks, initial_state, do, back)
+    return gradients(given, chunks, initial_state, do, dfinal_state.astype(jnp.float32))
 
 
-def gradients(given: Rows, chunks: Chunks, entering: jax.Array, do: jax.Array, back: Reversed) -> Gradients:
-    """From chunks with their inverse, the states that enter rows, the outputs' cotangents as rows, and their `reverse`.
-
-    `Gradients.initial_state` is that of the states that enter.
-    """
-    q, k, v, g, beta, first = given.arrays
+def gradients(given: Rows, chunks: Chunks, entering: jax.Array, do: jax.Array, d_leaving: jax.Array) -> Gradients:
+    """From chunks with their inverse, the states that enter rows, and the cotangents of outputs, as rows, and of the
+    states that leave. `Gradients.initial_state` is that of the states that enter."""
+    q, k, _, g, beta, first = given.arrays
     interpret = given.interpret
     passed = recurrence(chunks, entering, keep=True, interpret=interpret)
-    known = chunk_gradients(v, beta, first, chunks, passed, do, back, interpret=interpret)
+    back = reverse(chunks, passed.kept()[1], do, d_leaving, interpret=interpret)
+    known = chunk_gradients(beta, first, chunks.decay, passed, do, back, interpret=interpret)
     how = {"scale": given.scale, "gate_lower_bound": given.gate_lower_bound, "interpret": interpret}
-    dq, dk, dg, dbeta = pair_gradients(q, k, g, beta, first, known, **how)
-    dq, dk, dv, dg, dbeta = map(given.joined, (dq, dk, known.v, dg, dbeta.swapaxes(1, 2)))
+    dq, dk, dg = pair_gradients(q, k, g, beta, first, known, **how)
+    dq, dk, dv, dg, dbeta = map(given.joined, (dq, dk, known.v, dg, back.beta.swapaxes(1, 2)))
     return Gradients(dq, dk, dv, dg, dbeta, back.initial_state)
 
 

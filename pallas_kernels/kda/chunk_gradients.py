@@ -5,8 +5,8 @@ B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value di
 One program takes one chunk of one head, with the state S that entered it, the cotangent dS of the one that left, dO, the
 tokens' errors E (token i writes beta_i k_i E_iᵀ) and the cotangents Y of beta E. It makes all that needs no decay:
 
-    dv = beta Y        dbeta = Σ_V Y E        dA_qk = Tril(dO (beta E)ᵀ)        dA_kk = -StrictTril(Y (beta E)ᵀ)
-    dQ = dO Sᵀ         dK_end = beta E dSᵀ    dK_start = -Y Sᵀ                   ddecay = decay · rowsum(dS S)
+    dv = beta Y        dA_qk = Tril(dO (beta E)ᵀ)        dA_kk = -StrictTril(Y (beta E)ᵀ)
+    dQ = dO Sᵀ         dK_end = beta E dSᵀ               dK_start = -Y Sᵀ        ddecay = decay · rowsum(dS S)
 
 with A_qk, K_end and K_start of report's chunk form, without beta, but A_kk with it. It is that form's gradient,
 differentiated through the solution instead of the inverse: -Xᵀ dT Tᵀ there is -Y (beta E)ᵀ here. Nothing is a difference
@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kda.decays import CHUNK, columns, indices, rows
-from pallas_kernels.kda.prepare import Chunks
 from pallas_kernels.kda.recurrence import Passed
 from pallas_kernels.kda.reverse import Reversed
 from pallas_kernels.mosaic import Products, Transposed, launch, plain, tiled
@@ -35,7 +34,7 @@ COLUMNS = BLOCKS["columns"]
 
 
 class ChunkGradients(NamedTuple):
-    """Gradients of v and of the chunk's matrices: bfloat16; of the decay and of beta, float32."""
+    """Gradients of v and of the chunk's matrices: bfloat16; of the decay, float32."""
 
     v: Float[Array, "B T H V"]
     a_qk: Float[Array, "B H N C C"]
@@ -44,14 +43,12 @@ class ChunkGradients(NamedTuple):
     k_end: Float[Array, "B H N C K"]
     k_start: Float[Array, "B H N C K"]
     decay: Float[Array, "B H N K"]
-    beta: Float[Array, "B H T"]
 
 
 def chunk_gradients(
-    v: Float[Array, "B T H V"],
     beta: Float[Array, "B H T"],
     first: Int[Array, "B T"] | None,
-    chunks: Chunks,
+    decay: Float[Array, "B H N K"],
     passed: Passed,
     do: Float[Array, "B T H V"],
     back: Reversed,
@@ -59,21 +56,20 @@ def chunk_gradients(
     interpret: bool = False,
 ) -> ChunkGradients:
     """Gradients from a recurrence that kept its states and errors, and from its reverse."""
-    B, H, N, C, K = chunks.w.shape
+    states, errors = passed.kept()
+    (B, H, N, K), C = decay.shape, CHUNK
     half, full = jnp.bfloat16, jnp.float32
-    shapes = [(v.shape, half), *(((B, H, N, C, x), half) for x in (C, C, K, K, K))]
-    shapes += [((B, H, N, K), full), ((B, H, N * C), full)]
-    squares, v_blocks = (C, COLUMNS), v.shape[-1] // COLUMNS
+    shapes = [(do.shape, half), *(((B, H, N, C, x), half) for x in (C, C, K, K, K)), ((B, H, N, K), full)]
+    squares, v_blocks = (C, COLUMNS), do.shape[-1] // COLUMNS
     scratch = [
         [tiled(v_blocks, *squares) for _ in range(3)],
         [tiled(v_blocks, *squares) for _ in range(2)],
         tiled(*squares),
         plain(COLUMNS),
-        [plain(C), plain(C, dtype=jnp.int32), plain(K), plain(C)],
+        [plain(C), plain(C, dtype=jnp.int32), plain(K)],
         [plgpu.Barrier(num_arrivals=x) for x in (3 * v_blocks + 2 + (first is not None), 2 * v_blocks)],
     ]
-    states, errors = kept(passed)
-    arrays = (do, errors, back.writes, states, back.states, beta, chunks.decay)
+    arrays = (do, errors, back.writes, states, back.states, beta, decay)
     arrays = arrays if first is None else (*arrays, first)
     how = {"products": Products(interpret), "documents": first is not None}
     return ChunkGradients(
@@ -89,17 +85,10 @@ def chunk_gradients(
     )
 
 
-def kept(passed: Passed):
-    """The states and errors, if the recurrence kept them; else raises ValueError."""
-    if passed.states is None or passed.errors is None:
-        raise ValueError("chunk gradients need recurrence(..., keep=True)")
-    return passed.states, passed.errors
-
-
 def kernel(*refs, products: Products, documents: bool):
     do_g, errors_g, y_g, s_g, ds_g, beta_g, decay_g, *first_g = refs[: 7 + documents]
-    dv_g, dqk_g, dkk_g, dq_g, dend_g, dstart_g, ddecay_g, dbeta_g = refs[7 + documents : 15 + documents]
-    (do, errors, y), (s, ds), out, sums, (beta, first, decay, dbeta), (loaded, key_loaded) = refs[15 + documents :]
+    dv_g, dqk_g, dkk_g, dq_g, dend_g, dstart_g, ddecay_g = refs[7 + documents : 14 + documents]
+    (do, errors, y), (s, ds), out, sums, (beta, first, decay), (loaded, key_loaded) = refs[14 + documents :]
     b, h, n = (lax.axis_index(name) for name in ("batch", "head", "chunk"))
     C = CHUNK
     tokens = pl.ds(n * C, C)
@@ -129,12 +118,11 @@ def kernel(*refs, products: Products, documents: bool):
     over = lambda left, right: products(*((left.at[c], Transposed(right.at[c])) for c in range(v_blocks)))
     zeros = jnp.zeros((C, C), f32)
 
-    def value_block(block, share):
-        y_now = y[block].astype(f32)
-        send(y_now * rows(beta[...]), dv_g.at[b, tokens, h, part(block)])
-        return share + y_now * errors[block].astype(f32)
+    def value_block(block, carry):
+        send(y[block].astype(f32) * rows(beta[...]), dv_g.at[b, tokens, h, part(block)])
+        return carry
 
-    dbeta[...] = jnp.sum(lax.fori_loop(0, v_blocks, value_block, zeros), axis=1)
+    lax.fori_loop(0, v_blocks, value_block, None)
 
     def key_block(block, carry):
         plgpu.commit_smem()  # Behind this barrier no thread reads the block before any more.
@@ -155,28 +143,26 @@ def kernel(*refs, products: Products, documents: bool):
     written = lambda x: visible(x * columns(beta[...]))
     send(written(jnp.where(j < i, -over(y, errors), 0.0)), dkk_g.at[b, h, n])
     send(written(jnp.where(j <= i, over(do, errors), 0.0)), dqk_g.at[b, h, n])
-    plgpu.copy_smem_to_gmem(dbeta, dbeta_g.at[b, h, tokens])
     plgpu.wait_smem_to_gmem(0)
 
 
-def reference(v, beta, first, chunks: Chunks, passed: Passed, do, back: Reversed) -> ChunkGradients:
+def reference(beta, first, decay, passed: Passed, do, back: Reversed) -> ChunkGradients:
     """The same from the definition, in the dtype of the inputs."""
-    B, H, N, C, _ = chunks.w.shape
+    B, H, N, C, _ = back.writes.shape
     by_chunk = lambda x: x.reshape(B, N, C, H, -1).transpose(0, 3, 1, 2, 4)
     turned = lambda x: jnp.swapaxes(x, -1, -2)
     first = jnp.full((B, 1, N, C, 1), -1) if first is None else first.reshape(B, 1, N, C, 1)
     visible = jnp.arange(C) >= first
-    S, errors = kept(passed)
+    S, errors = passed.kept()
     do, beta = by_chunk(do), beta.reshape(B, H, N, C, 1)
     dS, Y = back.states, back.writes
     written = beta * errors
     return ChunkGradients(
-        (beta * Y).transpose(0, 2, 3, 1, 4).reshape(v.shape),
+        (beta * Y).transpose(0, 2, 3, 1, 4).reshape(B, N * C, H, -1),
         jnp.tril(do @ turned(written)) * visible,
         -jnp.tril(Y @ turned(written), -1) * visible,
         do @ turned(S),
         written @ turned(dS),
         -Y @ turned(S),
-        chunks.decay * jnp.sum(S * dS, -1),
-        jnp.sum(Y * errors, -1).reshape(B, H, N * C),
+        decay * jnp.sum(S * dS, -1),
     )

@@ -10,8 +10,9 @@ With f = e^G, e = e^{G_C - G}, D_ij = e^{G_i - G_j}, sums over pairs j < i:
     columns_j = Σ_i (dA_qk scale q_i + dA_kk beta_i k_i) D        dk = beta R + columns + end
     dg_t = Σ_{i >= t} (q dq + k (beta R - columns))_i + Σ_{i < t} (k end)_i + ddecay
 
-A pair of a token with itself has no decay: its gradient joins dq and dk only after dg is taken, or its rounding, larger
-than all else under a strong gate, would not cancel in dg.
+Pairs behind t have to cancel in dg_t, to float32 and not only to bfloat16: under a strong gate dg is what few pairs leave.
+So dg's terms are made of the rounded operands, q and k times the products with them: then a pair is the same number in
+its row and in its column. And a pair of a token with itself has no decay: it joins dq and dk only after dg is taken.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def pair_gradients(
     scale: float,
     gate_lower_bound: float,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """Gradients of q and k, bfloat16, and of g and beta, float32."""
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T H K"]]:
+    """Gradients of q and k, bfloat16, and of g, float32."""
     B, T, H, K = q.shape
     half, full = jnp.bfloat16, jnp.float32
     k_blocks, square = K // COLUMNS, (CHUNK, COLUMNS)
@@ -63,7 +64,7 @@ def pair_gradients(
     out = [jax.ShapeDtypeStruct((B, T, H, K), x) for x in (half, half, full)]
     scratch = [
         [tiled(*square) for _ in range(5)],
-        [tiled(*square, dtype=full) for _ in range(2)],
+        [tiled(*square, dtype=full) for _ in range(4)],
         [tiled(CHUNK, CHUNK) for _ in range(3)],
         [tiled(*square) for _ in range(5)],
         [plain(CHUNK), plain(CHUNK, dtype=jnp.int32), plain(COLUMNS), plain(CHUNK)],
@@ -85,13 +86,13 @@ def pair_gradients(
         scratch=scratch,
         interpret=interpret,
     )
-    return dq, dk, dg, given.beta
+    return dq, dk, dg
 
 
 def kernel(*refs, products: Products, scale: float, shift: int, documents: bool):
     q_g, k_g, g_g, dq_g, dend_g, dstart_g, dqk_g, dkk_g, beta_g, ddecay_g, *first_g = refs[: 10 + documents]
     dq_out, dk_out, dg_out = refs[10 + documents : 13 + documents]
-    (q, k, dq_in, dend, dstart), (g, by_column), (dqk, dkk, upto), squares, vectors, loaded = refs[13 + documents :]
+    (q, k, dq_in, dend, dstart), (g, dq, dk, terms), (dqk, dkk, upto), squares, vectors, loaded = refs[13 + documents :]
     beta, first, ddecay, itself = vectors
     b, h, n, block = (lax.axis_index(name) for name in ("batch", "head", "chunk", "columns"))
     tokens, part = pl.ds(n * CHUNK, CHUNK), pl.ds(block * COLUMNS, COLUMNS)
@@ -114,8 +115,8 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool)
         leaving = lambda x: jnp.where(i >= first[CHUNK - 1], x, 0.0)
     wide = lambda ref: ref[...].astype(f32)
 
-    def add_pairs(sums, row_factor, column_factor, mask):
-        """Adds what the pairs in the mask give: to sums Σ_j dA_qk D k_j, Σ_j dA_kk D k_j; to by_column `columns`."""
+    def add_pairs(row_factor, column_factor, mask):
+        """Adds what the pairs in the mask give to dq, dk and the terms of dg."""
         m_qk, m_kk, k_column, q_row, k_row = squares
         k_column[...] = (wide(k) * column_factor).astype(bf16)
         q_row[...] = (wide(q) * (row_factor * scale)).astype(bf16)
@@ -123,27 +124,36 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool)
         for target, source in ((m_qk, dqk), (m_kk, dkk)):
             target[...] = jnp.where(mask, wide(source), 0.0).astype(bf16)
         plgpu.commit_smem()
-        more = column_factor * products((Transposed(m_qk), q_row), (Transposed(m_kk), k_row))
-        by_column[...] = by_column[...] + more
-        return tuple(total + row_factor * products((m, k_column)) for total, m in zip(sums, (m_qk, m_kk), strict=True))
 
-    def level(bits, sums):
+        def add(gradient, factor, sign, operand, *pairs):
+            product = products(*pairs)
+            gradient[...] = gradient[...] + factor * product
+            terms[...] = terms[...] + sign * wide(operand) * product
+
+        add(dk, column_factor, -1.0, k_column, (Transposed(m_qk), q_row), (Transposed(m_kk), k_row))
+        add(dq, row_factor * scale, 1.0, q_row, (m_qk, k_column))
+        add(dk, row_factor * rows(beta[...]), 1.0, k_row, (m_kk, k_column))
+
+    def level(bits, carry):
         decays.put(g[...])
         factor = jnp.exp(decays.to_middle(bits))
-        return add_pairs(sums, factor, factor, below(bits))
+        add_pairs(factor, factor, below(bits))
+        return carry
 
     decays.put(g[...])
     inside = decays.from_tile()
-    zeros = jnp.zeros((CHUNK, COLUMNS), f32)
-    by_column[...] = zeros
+    dq[...] = dk[...] = terms[...] = jnp.zeros((CHUNK, COLUMNS), f32)
     mask = same(TILE_BITS) & (j < i)
-    sums = add_pairs((zeros, zeros), jnp.exp(inside) * 2.0**shift, jnp.exp(-inside) * 2.0**-shift, mask)
-    dq, r = lax.fori_loop(TILE_BITS, CHUNK_BITS, level, sums)
+    add_pairs(jnp.exp(inside) * 2.0**shift, jnp.exp(-inside) * 2.0**-shift, mask)
+    lax.fori_loop(TILE_BITS, CHUNK_BITS, level, None)
 
     decays.put(g[...])
     from_start = entering(jnp.exp(decays.from_start()))
-    dq = scale * (dq + from_start * wide(dq_in))
-    r = (r + from_start * wide(dstart)) * rows(beta[...])
+    for gradient, operand, given in ((dq, q, scale * wide(dq_in)), (dk, k, rows(beta[...]) * wide(dstart))):
+        more = from_start * given
+        gradient[...] = gradient[...] + more
+        terms[...] = terms[...] + wide(operand) * more
+    plgpu.commit_smem()  # Others may read them.
     end = leaving(jnp.exp(decays.to_end())) * wide(dend)
     itself[...] = scale * jnp.sum(jnp.where(i == j, wide(dqk), 0.0), axis=1)
 
@@ -154,9 +164,9 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool)
         plgpu.commit_smem()
         return products(*((chosen, piece) for piece in squares[:3]))
 
-    dg = running(Transposed(upto), wide(q) * dq + wide(k) * (r - by_column[...]))
-    dq_in[...] = (dq + rows(itself[...]) * wide(k)).astype(bf16)
-    dend[...] = (r + by_column[...] + end + rows(itself[...]) * wide(q)).astype(bf16)
+    dg = running(Transposed(upto), terms[...])
+    dq_in[...] = (dq[...] + rows(itself[...]) * wide(k)).astype(bf16)
+    dend[...] = (dk[...] + end + rows(itself[...]) * wide(q)).astype(bf16)
     kept = wide(k) * end
     g[...] = dg + (running(upto, kept) - kept) + columns(ddecay[...])
     plgpu.commit_smem()
@@ -191,4 +201,4 @@ def reference(q, k, g, beta, first, given: ChunkGradients, *, scale):
     dg = jnp.flip(jnp.cumsum(jnp.flip(terms, 3), 3), 3) + jnp.cumsum(kept, 3) - kept + given.decay[..., None, :]
     itself = scale * jnp.diagonal(given.a_qk, axis1=-2, axis2=-1)[..., None]
     dk = beta * r + column + end + itself * q
-    return *map(to_tokens, (dq + itself * k, dk, dg)), given.beta
+    return tuple(map(to_tokens, (dq + itself * k, dk, dg)))

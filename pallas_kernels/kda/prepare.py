@@ -14,7 +14,8 @@ of what tokens write. With X = (I + diag(beta) P)^-1:
 
     K_start = beta k e^G        X_end = Xᵀ (k e^{G_C - G})        A_X = (A_qk without beta) X
 
-Nearly parallel keys nearly cancel in X_end: the keys keep two bfloat16 pieces until they have.
+K_start is handed on as it is used, with a minus. Nearly parallel keys nearly cancel in X_end: the keys keep two bfloat16
+pieces until they have.
 
 Exponents. No e^{-G} over a chunk: a pair of tokens in different tiles of 16 meets at a boundary between them, rows of
 the later half of a block of 2b decay from the middle, columns of the earlier half decay to it (b = 16, 32), so no
@@ -69,7 +70,7 @@ class Chunks(NamedTuple):
     a_qk: Float[Array, "B H N C C"]
     k_end: Float[Array, "B H N C K"]
     decay: Float[Array, "B H N K"]
-    k_start: Float[Array, "B H N C K"] | None
+    minus_k_start: Float[Array, "B H N C K"] | None
     x_end: Float[Array, "B H N C K"] | None
     a_x: Float[Array, "B H N C C"] | None
 
@@ -200,7 +201,7 @@ def kernel(*refs, products: Products, scale: float, shift: int, documents: bool,
         decay[block] = jnp.sum(jnp.where(i == CHUNK - 1, from_start, 0.0), axis=0)
         squares[2][...] = times(q, from_start * scale)
         if keep_inverse:
-            squares[1][...] = times(k, from_start * rows(beta[...]))
+            squares[1][...] = times(k, from_start * -rows(beta[...]))
             q[block] = end  # q has been read
         k[block] = times(k, from_start)
         plgpu.commit_smem()
@@ -282,4 +283,4 @@ def reference(q, k, v, g, beta, first=None, *, scale) -> Chunks:
     decay = jnp.where(last < 0, jnp.exp(G[..., -1, :]), 0.0)
     k_start, k_end = k * entering, k * leaving
     forward = left @ k_start, left @ v, scale * q * entering, a_qk * column, row * k_end, decay
-    return Chunks(*forward, row * k_start, jnp.swapaxes(right, -1, -2) @ k_end, a_qk @ right)
+    return Chunks(*forward, -row * k_start, jnp.swapaxes(right, -1, -2) @ k_end, a_qk @ right)

@@ -43,6 +43,12 @@ class Passed(NamedTuple):
     states: Float[Array, "B H N K V"] | None
     errors: Float[Array, "B H N C V"] | None
 
+    def kept(self) -> tuple[jax.Array, jax.Array]:
+        """The states and errors; ValueError if the recurrence did not keep them."""
+        if self.states is None or self.errors is None:
+            raise ValueError("backward needs the states and errors of recurrence(..., keep=True)")
+        return self.states, self.errors
+
 
 def recurrence(chunks: Chunks, initial_state: Float[Array, "B H K V"], *, keep=False, interpret=False) -> Passed:
     """Outputs bfloat16 and final state float32 of all chunks; `keep`: entering states and errors too, bfloat16."""

@@ -54,6 +54,12 @@ def test_gate_is_float32_for_bfloat16_projections():
     assert g.dtype == jnp.float32
 
 
+@pytest.mark.parametrize(("a_log", "bias"), [((3,), (2, 4)), ((2,), (4,)), ((1,), (2, 4))])
+def test_parameters_of_other_heads_or_channels_are_refused(a_log, bias):
+    with pytest.raises(ValueError, match=r"must be \(2,\) and \(2, 4\)"):
+        kda_gate.__wrapped__(jnp.zeros((1, 3, 2, 4)), jnp.zeros(a_log), jnp.zeros(bias))
+
+
 def test_a_bound_that_is_not_negative_is_refused():
     with pytest.raises(ValueError, match="lower_bound=5.0"):
         kda_gate(jnp.zeros((1, 1, 1, 1)), jnp.zeros(1), jnp.zeros((1, 1)), lower_bound=5.0)

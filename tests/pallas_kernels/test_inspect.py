@@ -23,6 +23,16 @@ def test_bytes_are_those_of_inputs_and_outputs():
     assert prepare.bytes == inputs + outputs
 
 
+def test_bytes_leave_out_what_a_kernel_is_given_and_does_not_read():
+    bytes_of = {kernel.name: kernel.bytes for kernel in kernels(Shape(tokens=64, heads=1))}
+    square, keys, state = 64 * 64 * 2, 64 * 128 * 2, 128 * 128 * 2
+    vector, beta = 128 * 4, 64 * 4
+    # -K_start, X_end, Q, dO, E and A_X with the decay; the final state's cotangent. Cotangents of states, writes, beta.
+    assert bytes_of["kda_reverse"] == 5 * keys + square + vector + 2 * state + state + keys + 2 * state + beta
+    # dO, E, Y; two states; beta, documents, decay. dv, three of keys, two squares, the decay's.
+    assert bytes_of["kda_chunk_gradients"] == 3 * keys + 2 * state + 2 * beta + vector + 4 * keys + 2 * square + vector
+
+
 def test_work_grows_with_whole_chunks_of_tokens():
     work = lambda tokens: [kernel.operations for kernel in kernels(Shape(tokens=tokens))]
     assert work(65) == [2 * x for x in work(64)]

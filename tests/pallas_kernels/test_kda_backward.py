@@ -13,6 +13,7 @@ from kernel_problems import BOUND, CLOSE, distance, kernel_inputs, problem, righ
 from k3jax.ops.kda import kda
 from pallas_kernels import mosaic
 from pallas_kernels.kda import backward, chunk_gradients, forward, pair_gradients, reverse
+from pallas_kernels.kda.chunk_gradients import ChunkGradients
 from pallas_kernels.kda.prepare import prepare
 from pallas_kernels.kda.recurrence import recurrence
 
@@ -61,6 +62,33 @@ def test_gradients_are_those_of_the_recurrence(make, size):
     assert max(far.values()) <= CLOSE, far
 
 
+def test_pairs_behind_a_token_cancel_in_the_gradient_of_its_decay():
+    p = problem([BOUND], 0.5, T=64, K=64, V=64, H=1)
+    q, k, v, g, beta, *_ = kernel_inputs(p)
+    begin = 20
+    half = lambda x: jnp.asarray(x, jnp.bfloat16)
+    pairs = half(np.tril(np.random.default_rng(1).normal(size=(2, 1, 1, 1, 64, 64)), -1)).at[..., :begin].set(0)
+    nothing = half(jnp.zeros((1, 1, 1, 64, 64)))
+    given = ChunkGradients(v, *pairs, q=nothing, k_end=nothing, k_start=nothing, decay=jnp.zeros((1, 1, 1, 64)))
+    how = {"scale": 0.1, "gate_lower_bound": BOUND, "interpret": True}
+    dg = np.abs(pair_gradients.pair_gradients(q, k, g, beta.swapaxes(1, 2), None, given, **how)[2])
+    # Sums of 63 terms, float32; rounded to bfloat16 apart, a pair's row and column would leave 4e-3.
+    assert dg[:, : begin + 1].max() <= 1e-5 * dg.max()
+
+
+def test_a_cotangent_is_not_rounded_before_betas_gradient_is_summed_over_values():
+    # A single token: its gradient has no others to average with, and its terms nearly cancel.
+    p = problem([BOUND], T=1, K=64, V=64, H=1)
+    k, v = p.k[0, 0, 0], p.v[0, 0, 0]
+    worth = np.random.default_rng(2).normal(size=64)
+    worth += (0.1 - worth @ v) / (v @ v) * v
+    p = p._replace(state=0 * p.state)
+    cotangents = np.zeros(p.v.shape), np.outer(k, worth)[None, None].astype(np.float32).astype(np.float64) / (k @ k)
+    right = right_answers(p, cotangents)
+    # The state's cotangent in two bfloat16 pieces; rounded to one, it would be off by 5e-2.
+    assert distance(run(p, cotangents).beta, right[6]) <= 1e-3
+
+
 @pytest.mark.quick
 def test_a_custom_rule_lowers_for_cuda_inside_shard_map():
     # shard_map compares the types of gradients and inputs: those of kernels must vary over the axis as their inputs do.
@@ -105,15 +133,15 @@ def test_what_each_kernel_hands_on_is_what_its_plain_function_says():
     gate = {"scale": 0.1, "gate_lower_bound": BOUND, "interpret": True}
     chunks = prepare(q, k, v, g, beta, first, keep_inverse=True, **gate)
     passed = recurrence(chunks, state, keep=True, interpret=True)
-    back = reverse.reverse(chunks, do, dfinal, interpret=True)
-    given = chunk_gradients.chunk_gradients(v, beta, first, chunks, passed, do, back, interpret=True)
+    back = reverse.reverse(chunks, passed.errors, do, dfinal, interpret=True)
+    given = chunk_gradients.chunk_gradients(beta, first, chunks.decay, passed, do, back, interpret=True)
     got = pair_gradients.pair_gradients(q, k, g, beta, first, given, **gate)
     with jax.enable_x64(True):
         widen = lambda x: jnp.asarray(np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else np.int32))
         wide = lambda *tree: jax.tree.map(widen, tree)
         stages = [
-            (back, reverse.reference(*wide(chunks, do, dfinal))),
-            (given, chunk_gradients.reference(*wide(v, beta, first, chunks, passed, do, back))),
+            (back, reverse.reference(*wide(chunks, passed.errors, do, dfinal))),
+            (given, chunk_gradients.reference(*wide(beta, first, chunks.decay, passed, do, back))),
             (got, pair_gradients.reference(*wide(q, k, g, beta, first, given), scale=0.1)),
         ]
         for stage, (results, right) in enumerate(stages):

@@ -59,8 +59,8 @@ def kda(
     few heads keep the cores busy: of this device, or of an H100 or H200 for "mosaic_gpu").
     Of "chunked": save_states, whether backward finds the state of each chunk (B·H·K·V·4 bytes a chunk) or computes it again.
 
-    Raises ValueError for shapes that do not fit together, an unknown implementation or one that does not take these
-    inputs, a chunk size that is not a power of two of at least 16, a bound that is not negative, segments < 1.
+    Raises ValueError for shapes that do not fit together, arrays of integers, an unknown implementation or one that does
+    not take these inputs, a chunk size that is not a power of two of at least 16, a bound that is not negative, segments < 1.
     K3 report, section 2.1; Kimi Linear, arXiv:2510.26692.
     """
     check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments)
@@ -197,6 +197,9 @@ def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_
     for name, (array, shape) in needed.items():
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; with q [B,T,H,K] = {q.shape} it must be {shape}")
+    for name, array in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} is {array.dtype}; it must be a floating-point array")
     for name, size in (("B", B), ("T", T), ("H", H), ("K", K), ("V", v.shape[-1])):
         if size == 0:
             raise ValueError(f"q has shape {q.shape} and v {v.shape}: {name} = 0, at least one is needed")
@@ -209,6 +212,8 @@ def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_
         raise ValueError(f"chunk_size={chunk_size} must be a power of two of at least {TILE}")
     if segments is not None and segments < 1:
         raise ValueError(f"segments={segments} must be at least 1, or None to let them be planned")
+    if isinstance(gate_lower_bound, Tracer):
+        raise ValueError("gate_lower_bound is traced; it must be a number that is known when the program is made")
     if gate_lower_bound is not None and not gate_lower_bound < 0:
         raise ValueError(f"gate_lower_bound={gate_lower_bound} must be negative, or None for any gate")
 

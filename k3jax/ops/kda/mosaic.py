@@ -15,7 +15,7 @@ from k3jax.ops.kda.layout import plan_segments
 from pallas_kernels.kda import Rows, gradients, rows
 from pallas_kernels.kda.prepare import Chunks
 from pallas_kernels.kda.recurrence import BLOCKS, recurrence, segment_maps
-from pallas_kernels.kda.reverse import entering_cotangents, reverse
+from pallas_kernels.kda.reverse import entering_cotangents
 
 CORES = 132
 """Multiprocessors of an H100 or H200; one of their programs fills one."""
@@ -64,8 +64,7 @@ class Mosaic(NamedTuple):
 
     def gradients(self, parts: Parts, do, d_leaving):
         do = parts.rows.cut(do.astype(jnp.bfloat16))
-        back = reverse(parts.chunks, do, _by_row(d_leaving), interpret=self.interpret)
-        *grads, d_entering = gradients(parts.rows, parts.chunks, _by_row(parts.entering), do, back)
+        *grads, d_entering = gradients(parts.rows, parts.chunks, _by_row(parts.entering), do, _by_row(d_leaving))
         return tuple(grads), self._by_segment(d_entering)
 
     def _by_segment(self, x):

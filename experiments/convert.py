@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -77,13 +78,12 @@ def hf_to_orbax(asked: HfToOrbax) -> None:
             model=config, microbatches=pipe, global_batch=pipe * ranks, seq_len=spec.sizes["context"], steps=1
         )
         checkpoints = Checkpoints(directory, TrainStep(smallest, build_mesh(spec)), weights_only=True)
-        state = checkpoints.form.from_arrays(source.read)
-        checkpoints.save(0, state, {"huggingface": source.record})
+        checkpoints.save_records(0, checkpoints.form.records_of(source.read), {"huggingface": source.record})
         checkpoints.wait()
         (directory / MODEL).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     print(f"{asked.destination}: {config.name}, {len(source.stored):,} tensors")
     model = config.name if config.name in PRESETS else asked.destination / MODEL
-    print(f"python -m experiments.train --model={model} --init-from={asked.destination}")
+    print(shlex.join(("python", "-m", "experiments.train", f"--model={model}", f"--init-from={asked.destination}")))
 
 
 def orbax_to_hf(asked: OrbaxToHf) -> None:

@@ -51,7 +51,10 @@ class Place(NamedTuple):
         return (self.start or 0) + self.columns
 
     def take(self, record: np.ndarray) -> np.ndarray:
-        """The array out of its record, which may be stacked, [slots, ...], and have the rows of one device only."""
+        """The array out of its record, which may be stacked, [slots, ...], and have the rows of one device only.
+
+        A view, if the record is one piece of memory.
+        """
         if self.start is None:
             return record
         part = record[..., self.start : self.end]
@@ -246,30 +249,24 @@ class CanonicalForm:
                 leaves[number] = assemble(leaf, jax.device_put(parts, devices, may_alias=False))
         return jax.tree.unflatten(self._tree, leaves)
 
-    def from_arrays(self, read: Callable[[str, tuple[slice, ...]], np.ndarray]) -> Any:
-        """The state with the arrays that `read(name, index)` gives, for any part of an array of `index`.
+    def records_of(self, read: Callable[[str, tuple[slice, ...]], np.ndarray]) -> dict[str, jax.Array]:
+        """The records, as `records` describes them, of arrays that `read(name, index)` gives part by part.
 
-        One device's part of one leaf at a time is in host memory; what replicas share is read once.
+        One device's part of one record at a time is in host memory; what replicas share is read once.
         """
-        leaves: list[Any] = [None] * len(self._leaves)
-        for name, number in self._whole.items():
-            leaves[number] = placed(self._leaves[number], functools.partial(read, name))
+        result = {name: placed(self.records[name], functools.partial(read, name)) for name in self._whole}
         for pack, members in self._packs.items():
-            layers, stack = set(self._layers(pack)), STACK_DIMS[pack.kind]
-            table = self._layout.layer_table[..., pack.p] if pack.kind == "chunks" else np.arange(len(layers))
-            for number, name, _ in members:
-                leaf = self._leaves[number]
+            for layer in self._layers(pack):
 
-                def part(index, name=name, dtype=leaf.dtype, layers=layers, table=table, stack=stack):
-                    here = table[index[:stack]]
-                    values = np.zeros([at.stop - at.start for at in index], dtype)
-                    for slot in np.ndindex(here.shape):
-                        if here[slot] in layers:
-                            values[slot] = read(name.format(here[slot]), index[stack:])
+                def part(index, pack=pack, members=members, layer=layer):
+                    values = np.empty([at.stop - at.start for at in index], pack.dtype)
+                    for _, name, place in members:
+                        rows = [index[0] if dim == place.axis else slice(0, n) for dim, n in enumerate(place.shape)]
+                        place.take(values)[...] = read(name.format(layer), tuple(rows))
                     return values
 
-                leaves[number] = placed(leaf, part)
-        return jax.tree.unflatten(self._tree, leaves)
+                result[pack.record(layer)] = placed(self.records[pack.record(layer)], part)
+        return result
 
     def _stacks(self, pack: Pack, slots: list[tuple[int, ...]], records: dict[str, jax.Array]) -> dict[Any, np.ndarray]:
         """Each local device's records of this pack, slot after slot."""

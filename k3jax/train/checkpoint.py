@@ -72,18 +72,22 @@ class Checkpoints:
         extra: anything JSON that `restore` shall give back, such as the position in the data.
         Raises OSError if this save cannot begin, if the one before it failed, or if the step is saved already.
         """
+        self.wait()  # The save before may hold records still.
+        self.save_records(step, self.form.to_records(state), extra)
+
+    def save_records(self, step: int, records: dict[str, jax.Array], extra: dict[str, Any]) -> None:
+        """`save`, of a state in the records of `form`."""
         self.wait()
         arrays = {name: list(place) for name, place in self.form.index.items()}
         # As text and back: what is not JSON shows before anything is written, and the caller may change `extra` later.
         about = json.loads(json.dumps({**described(self._step.config), "extra": extra, "arrays": arrays}))
-        records = nested(self.form.to_records(state))
         if step_directory.problem(self.directory, step) is None:
             raise FileExistsError(f"step {step} is already saved in {self.directory}: resume from it")
         try:
             path = step_directory.incomplete(self.directory, step) / STATE
             if jax.process_index() == 0:
                 step_directory.begin(self.directory, step)
-            self._checkpointer.save(path, args=ocp.args.PyTreeSave(records))
+            self._checkpointer.save(path, args=ocp.args.PyTreeSave(nested(records)))
         except Exception as error:
             raise self._failed(step, error) from error
         self._saving = step, self._thread.submit(self._finish, step, about)

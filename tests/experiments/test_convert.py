@@ -100,7 +100,7 @@ def break_value(directory):
     ("harm", "said"),
     [
         (break_file, "model-00002-of-00002.safetensors: cut short"),
-        (break_index, "does not list model.norm.weight and lists model.other.weight, which no file holds"),
+        (break_index, "and lists model.other.weight of model-00002-of-00002.safetensors, which is not there"),
         (break_dtype, "1 of a dtype that is not F32, BF16, F16"),
         (break_activation, "hidden_act='relu6' is not known"),
         (break_value, "of another shape"),

@@ -151,6 +151,14 @@ def test_the_dialect_of_transformers_is_read():
         ({"linear_attn_config": {"conv_bias": True}}, "linear_attn_config.conv_bias is not known"),
         ({"linear_attn_config": {"kda_layers": [1, 2]}}, "every layer from 1 to 27 once"),
         ({"linear_attn_config": {"head_dim": None}}, "linear_attn_config.head_dim is missing"),
+        ({"linear_attn_config": {"kda_layers": 5}}, "kda_layers must be a list of int; got 5"),
+        ({"linear_attn_config": {"kda_layers": ["1"]}}, "kda_layers must be a list of int"),
+        ({"linear_attn_config": {"gate_lower_bound": "-5"}}, "'-5' where gate_lower_bound needs float"),
+        ({"linear_attn_config": {"use_full_rank_gate": "no"}}, "'no' where use_full_rank_gate needs bool"),
+        ({"num_hidden_layers": 10**12}, "every layer from 1 to 1000000000000 once"),
+        ({"num_hidden_layers": 10**12, "mlp_layer_types": ["dense"]}, "sparse ones, 1000000000000 in all"),
+        ({"mlp_layer_types": 27}, "mlp_layer_types must be a list of str"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_token is both 8 and 2, by its two names"),
         ({"num_experts_per_token": 256}, "experts_per_token=256 needs at least 257 experts"),
     ],
 )
@@ -159,6 +167,17 @@ def test_what_is_not_understood_is_refused_by_name(change, said):
     fields |= {"linear_attn_config": fields["linear_attn_config"] | change.pop("linear_attn_config", {})}
     with pytest.raises(ValueError, match=said):
         config_from_hf(fields | change)
+
+
+@pytest.mark.parametrize("linear", [["head_dim"], "head_dim", 5])
+def test_the_group_of_kda_fields_must_be_an_object(linear):
+    with pytest.raises(ValueError, match="linear_attn_config=.* is not an object"):
+        config_from_hf(RELEASED | {"linear_attn_config": linear})
+
+
+def test_null_is_as_absent():
+    nulls = {"num_local_experts": None, "layer_types": None, "num_key_value_heads": None}
+    assert config_from_hf(RELEASED | nulls, name="kimi_linear_48b") == get("kimi_linear_48b")
 
 
 def test_what_no_field_can_say_is_refused():

@@ -25,8 +25,8 @@ def form_of(config, mesh="data=1"):
     return weights_form(TrainStep(step, spec.build(jax.devices()[: spec.num_devices])))
 
 
-def arrays_of(form, state) -> dict[str, np.ndarray]:
-    records = {name: np.asarray(record) for name, record in form.to_records(state).items()}
+def arrays_of(form, records) -> dict[str, np.ndarray]:
+    records = {name: np.asarray(record) for name, record in records.items()}
     return {name: place.take(records[place.record]) for name, place in form.index.items()}
 
 
@@ -118,7 +118,9 @@ def test_weights_land_on_a_mesh_part_by_part(config, style, tmp_path):
             asked.append((name, tuple(at.stop - at.start for at in index)))
             return source.read(name, index)
 
-        found = arrays_of(form, form.from_arrays(read_part))
+        records = form.records_of(read_part)
+        assert {name: at.sharding for name, at in records.items()} == {n: at.sharding for n, at in form.records.items()}
+        found = arrays_of(form, records)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
@@ -179,6 +181,45 @@ def test_a_file_cut_short_is_named(there):
             open_directory(there)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data_offsets": [-24, 0]}, "damaged, model.norm.weight is at bytes -24 to 0 and should begin at 0"),
+        ({"data_offsets": [0, 24]}, "damaged, .* is at bytes 0 to 24 and should begin at 16"),
+        ({"data_offsets": [0.0, 24.0]}, "cannot be read at model.norm.weight"),
+        ({"shape": [12.0]}, "cannot be read at model.norm.weight"),
+        ({"shape": [-12]}, "cannot be read at model.norm.weight"),
+        ({"shape": [10**9, 10**9]}, "damaged, model.norm.weight of shape .* has 24 bytes"),
+        ({"dtype": ["BF16"]}, "cannot be read at model.norm.weight"),
+        (None, "not JSON"),
+    ],
+)
+def test_values_are_where_a_header_can_put_them(change, said, there):
+    file = there / "model-00002-of-00002.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["model.norm.weight"] |= change or {}
+    text = b"[" * 100_000 if change is None else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+    with pytest.raises(ValueError, match=said):
+        open_directory(there)
+
+
+def test_bytes_after_the_last_tensor_are_refused(there):
+    with open(there / "model-00001-of-00002.safetensors", "ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors: damaged, its tensors end at byte"):
+        open_directory(there)
+
+
+def test_more_experts_than_tensors_are_not_listed_one_by_one(there):
+    document = json.loads((there / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps(document | {"num_experts": 10**9}))
+    with pytest.raises(ValueError, match="num_experts is 1000000000, and there are [0-9]+ tensors in all"):
+        open_directory(there)
+
+
 def test_index_and_files_must_agree(there):
     index = there / "model.safetensors.index.json"
     whole_index = json.loads(index.read_text())
@@ -189,12 +230,20 @@ def test_index_and_files_must_agree(there):
         with pytest.raises(kind, match=said):
             open_directory(there)
 
-    refused(ValueError, "does not list model.norm.weight", drop="model.norm.weight")
-    refused(ValueError, "lists new, which no file holds", new="model-00001-of-00002.safetensors")
+    one, two = sorted(set(whole_index["weight_map"].values()))
+    refused(ValueError, f"does not list model.norm.weight of {two}", drop="model.norm.weight")
+    refused(ValueError, f"lists new of {one}, which is not there", new=one)
     refused(FileNotFoundError, "lacks model-00009.safetensors", new="model-00009.safetensors")
+    refused(ValueError, "names ../x.safetensors; files must lie beside it", new="../x.safetensors")
+    refused(ValueError, "not an index", new=7)
     index.write_text("[]")
-    with pytest.raises(ValueError, match="not an index"):
+    with pytest.raises(ValueError, match="got a JSON list"):
         open_directory(there)
+    # A tensor in two files is refused, whichever of them is listed.
+    held = safetensors.numpy.load_file(there / one)
+    safetensors.numpy.save_file(held | {"model.norm.weight": np.zeros(12, np.float32)}, there / one)
+    refused(ValueError, f"does not list model.norm.weight of {one}")
+    refused(ValueError, f"does not list model.norm.weight of {two}", **{"model.norm.weight": one})
     index.unlink()
     with pytest.raises(FileNotFoundError, match="2 .safetensors files and no model.safetensors.index.json"):
         open_directory(there)
@@ -203,7 +252,7 @@ def test_index_and_files_must_agree(there):
 def test_a_tied_head_must_be_told(there):
     document = json.loads((there / "config.json").read_text())
     (there / "config.json").write_text(json.dumps(document | {"tie_word_embeddings": True}))
-    with pytest.raises(ValueError, match="there is an lm_head.weight, and tie_word_embeddings is true"):
+    with pytest.raises(ValueError, match="there is an lm_head.weight, and tie_word_embeddings is true: make it false"):
         open_directory(there)
 
 

@@ -128,7 +128,7 @@ class Ours(NamedTuple):
         source = open_directory(directory)
         config = StepConfig(model=source.config, microbatches=1, global_batch=1)
         form = weights_form(TrainStep(config, MeshSpec.parse("data=1").build(jax.devices()[:1])))
-        return cls(source, form, form.from_arrays(source.read))
+        return cls(source, form, form.from_records(form.records_of(source.read)))
 
     def run(self, tokens: np.ndarray, segments: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, Any]:
         """Logits, mean loss of the next token, gradients of the loss."""

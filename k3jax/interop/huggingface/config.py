@@ -96,18 +96,23 @@ def config_from_hf(document: dict[str, Any], *, name: str = "custom") -> ModelCo
 
     Raises ValueError that names every field which is missing, unknown, or of a value that this model does not have.
     """
-    fields = {ALIASES.get(key, key): value for key, value in text_fields(document).items()}
-    outer = {} if text_fields(document) is document else {k: v for k, v in document.items() if k != "text_config"}
-    linear = fields.get("linear_attn_config") or {}
-    problems = refused(fields) + refused(outer)
-    problems += [f"linear_attn_config.{key} is not known" for key in sorted(set(linear) - LINEAR)]
-    problems += [f"{key} is missing" for key in SIZES if fields.get(key) is None]
+    fields, problems = renamed(text_fields(document))
+    if text_fields(document) is not document:
+        outer, more = renamed({key: value for key, value in document.items() if key != "text_config"})
+        problems += more + refused(outer)
+    linear = fields.get("linear_attn_config", {})
+    problems += refused(fields)
+    if isinstance(linear, dict):
+        linear = {key: value for key, value in linear.items() if value is not None}
+        problems += [f"linear_attn_config.{key} is not known" for key in sorted(set(linear) - LINEAR)]
+    else:
+        problems.append(f"linear_attn_config={brief(linear)} is not an object")
+    problems += [f"{key} is missing" for key in SIZES if key not in fields]
     if problems:
         raise ValueError(f"config.json: {'; '.join(problems)}")
 
     values: dict[str, Any] = {ours: fields[key] for key, ours in SIZES.items()}
-    for key, (ours, absent) in DEFAULTS.items():
-        values[ours] = absent if fields.get(key) is None else fields[key]
+    values |= {ours: fields.get(key, absent) for key, (ours, absent) in DEFAULTS.items()}
     values |= activation_fields(fields)
 
     def of_linear(key: str, flat: str) -> int:
@@ -122,27 +127,41 @@ def config_from_hf(document: dict[str, Any], *, name: str = "custom") -> ModelCo
             raise ValueError(
                 f"config.json: {key} are {got}, num_attention_heads {values['num_heads']}: this model has one count"
             )
+    full_rank = linear.get("use_full_rank_gate", False)
+    if not isinstance(full_rank, bool):
+        raise ValueError(f"config.json: {brief(full_rank)} where use_full_rank_gate needs bool")
     values |= {
         "name": name,
-        "dense_layers": dense_layers(fields),
         "kda_key_dim": width,
         "kda_value_dim": width,
         "gate_rank": width,
         "conv_width": of_linear("short_conv_kernel_size", "linear_conv_kernel_dim"),
         "gate_lower_bound": linear.get("gate_lower_bound"),
-        "output_gate_rank": None if linear.get("use_full_rank_gate") else width,
+        "output_gate_rank": None if full_rank else width,
+        "dense_layers": dense_layers(fields),
     }
     check_types(values)
     return ModelConfig(**values, **pattern_of(layer_kinds(fields, linear)))
 
 
+def renamed(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields without aliases and nulls, which are as absent; and what is said of those that contradict their aliases."""
+    result: dict[str, Any] = {}
+    problems = []
+    for alias, value in fields.items():
+        key = ALIASES.get(alias, alias)
+        if value is not None and result.setdefault(key, value) != value:
+            problems.append(f"{key} is both {brief(result[key])} and {brief(value)}, by its two names")
+    return result, problems
+
+
 def check_types(values: dict[str, Any]) -> None:
     """ValueError for a value of another type than the field it is for."""
-    types = {"int": (int,), "float": (int, float), "bool": (bool,), "int | None": (int, type(None))}
+    types = {"int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
     for field in dataclasses.fields(ModelConfig):
-        value = values.get(field.name)
-        if field.name in values and str(field.type) in types and type(value) not in types[str(field.type)]:
-            raise ValueError(f"config.json: {brief(value)} where {field.name} needs {field.type}")
+        fitting = [kind for word in str(field.type).split(" | ") for kind in types.get(word, ())]
+        if field.name in values and fitting and type(values[field.name]) not in fitting:
+            raise ValueError(f"config.json: {brief(values[field.name])} where {field.name} needs {field.type}")
 
 
 def refused(fields: dict[str, Any]) -> list[str]:
@@ -150,7 +169,7 @@ def refused(fields: dict[str, Any]) -> list[str]:
     known = SIZES.keys() | DEFAULTS.keys() | INERT | READ_APART | LAYERS
     problems = []
     for key, value in fields.items():
-        if value is None or key in known:
+        if key in known:
             continue
         if key not in ONLY:
             problems.append(f"{key}={brief(value)} is not known")
@@ -170,7 +189,7 @@ def activation_fields(fields: dict[str, Any]) -> dict[str, Any]:
         return {"activation": "swiglu"}
     if act != "situ":
         raise ValueError(f"config.json: hidden_act={act!r} is not known: this model has silu and situ")
-    missing = [key for key in betas if fields.get(key) is None]
+    missing = [key for key in betas if key not in fields]
     if missing:
         raise ValueError(f"config.json: hidden_act is situ, but {' and '.join(missing)} missing")
     return {"activation": "situ", "situ_beta": fields[betas[0]], "situ_linear_beta": fields[betas[1]]}
@@ -181,32 +200,42 @@ def layer_kinds(fields: dict[str, Any], linear: dict[str, Any]) -> str:
     count = fields["num_hidden_layers"]
     if "kda_layers" in linear and "full_attn_layers" in linear:
         told = [
-            (layer, kind) for key, kind in (("kda_layers", KDA), ("full_attn_layers", MLA)) for layer in linear[key]
+            (layer, kind)
+            for key, kind in (("kda_layers", KDA), ("full_attn_layers", MLA))
+            for layer in list_of(int, linear, key)
         ]
-        if sorted(layer for layer, _ in told) != list(range(1, count + 1)):
+        if len(told) != count or {layer for layer, _ in told} != set(range(1, len(told) + 1)):
             raise ValueError(
                 f"config.json: kda_layers and full_attn_layers must hold every layer from 1 to {count} once"
             )
         return "".join(kind for _, kind in sorted(told))
-    types = fields.get("layer_types")
-    names = {"linear_attention": KDA, "full_attention": MLA}
-    if types is None:
+    if "layer_types" not in fields:
         raise ValueError("config.json: neither linear_attn_config nor layer_types says which layers are KDA")
+    types, names = list_of(str, fields, "layer_types"), {"linear_attention": KDA, "full_attention": MLA}
     if len(types) != count or set(types) - set(names):
         raise ValueError(
-            f"config.json: layer_types must name {count} layers, each {' or '.join(names)}; got {brief(types)}"
+            f"config.json: layer_types must name {count!r} layers, each {' or '.join(names)}; got {brief(types)}"
         )
     return "".join(names[kind] for kind in types)
 
 
 def dense_layers(fields: dict[str, Any]) -> int:
-    types = fields.get("mlp_layer_types")
-    if types is None:
-        return 1 if fields.get("first_k_dense_replace") is None else fields["first_k_dense_replace"]
+    if "mlp_layer_types" not in fields:
+        return fields.get("first_k_dense_replace", 1)
+    types, count = list_of(str, fields, "mlp_layer_types"), fields["num_hidden_layers"]
     dense = types.count("dense")
-    if types != ["dense"] * dense + ["sparse"] * (fields["num_hidden_layers"] - dense):
-        raise ValueError(f"config.json: mlp_layer_types must be dense layers, then sparse ones; got {brief(types)}")
+    if len(types) != count or types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+        raise ValueError(
+            f"config.json: mlp_layer_types must be dense layers, then sparse ones, {count!r} in all; got {brief(types)}"
+        )
     return dense
+
+
+def list_of(kind: type, fields: dict[str, Any], key: str) -> list[Any]:
+    value = fields[key]
+    if not isinstance(value, list) or any(type(item) is not kind for item in value):
+        raise ValueError(f"config.json: {key} must be a list of {kind.__name__}; got {brief(value)}")
+    return value
 
 
 def pattern_of(kinds: str) -> dict[str, Any]:

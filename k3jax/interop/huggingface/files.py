@@ -38,60 +38,76 @@ class Stored(NamedTuple):
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
-    """All tensors by name. ValueError, in one line, if a file is cut short or the index and the files disagree."""
-    if not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is not a directory")
+    """All tensors by name. ValueError, in one line, if a file is damaged or the index and the files disagree."""
     index = directory / INDEX
     if not index.exists():
         files = sorted(directory.glob("*.safetensors"))
         if len(files) != 1:
             raise FileNotFoundError(f"{directory} has {len(files)} .safetensors files and no {INDEX}")
         return read_header(files[0])
-    try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(places.values()))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise ValueError(f"{index}: not an index, it has no weight_map of names to files") from None
+    places = parse_object(index.read_bytes(), str(index)).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ValueError(f"{index}: not an index, it has no weight_map of names to files")
+    names = sorted(set(places.values()))
+    elsewhere = [name for name in names if Path(name).name != name]
+    if elsewhere:
+        raise ValueError(f"{index}: it names {', '.join(elsewhere[:5])}; files must lie beside it")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names")
-    found: dict[str, Stored] = {}
-    for name in names:
-        found |= read_header(directory / name)
-    unlisted = [name for name, stored in found.items() if places.get(name) != stored.file.name]
-    absent = [name for name in places if name not in found]
+        raise FileNotFoundError(f"{directory} lacks {', '.join(missing[:5])}, which {INDEX} names")
+    held = {(name, file): stored for file in names for name, stored in read_header(directory / file).items()}
+    unlisted = [f"{name} of {file}" for name, file in held if places.get(name) != file]
+    absent = [f"{name} of {file}" for name, file in places.items() if (name, file) not in held]
     if unlisted or absent:
         said = [f"does not list {', '.join(unlisted[:5])}"] if unlisted else []
-        said += [f"lists {', '.join(absent[:5])}, which no file holds"] if absent else []
+        said += [f"lists {', '.join(absent[:5])}, which is not there"] if absent else []
         raise ValueError(f"{index}: it {' and '.join(said)}")
-    return found
+    return {name: stored for (name, _), stored in held.items()}
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file. ValueError if it is no safetensors file or shorter than its header says."""
+    """The tensors of one file. ValueError unless they are well-formed and fill it, one after the other, to its end."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 + length:
             raise ValueError(f"{file}: cut short or not a safetensors file, it ends inside its header")
-        try:
-            header: dict[str, Any] = json.loads(opened.read(length))
-            header.pop("__metadata__", None)
-            found = {
-                name: (Stored(file, about["dtype"], tuple(about["shape"]), 8 + length + start), end - start)
-                for name, about in header.items()
-                for start, end in [about["data_offsets"]]
-            }
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise ValueError(f"{file}: not a safetensors file, its header cannot be read") from None
-    for name, (stored, length) in found.items():
-        if stored.start + length > size:
-            raise ValueError(
-                f"{file}: cut short, {name} ends at byte {stored.start + length} and the file has {size} bytes"
-            )
-        if stored.dtype in DTYPES and length != math.prod(stored.shape) * DTYPES[stored.dtype].itemsize:
-            raise ValueError(f"{file}: damaged, {name} of shape {list(stored.shape)} {stored.dtype} has {length} bytes")
-    return {name: stored for name, (stored, _) in found.items()}
+        header = parse_object(opened.read(length), f"{file}: not a safetensors file, its header")
+    header.pop("__metadata__", None)
+    found: dict[str, Stored] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, about in header.items():
+        match about:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
+                isinstance(dim, int) and dim >= 0 for dim in shape
+            ):
+                found[name] = Stored(file, dtype, tuple(shape), 8 + length + start)
+                spans.append((start, stop, name))
+            case _:
+                raise ValueError(f"{file}: not a safetensors file, its header cannot be read at {name}")
+    end = 0
+    for start, stop, name in sorted(spans):
+        at = found[name]
+        if start != end or stop < start:
+            raise ValueError(f"{file}: damaged, {name} is at bytes {start} to {stop} and should begin at {end}")
+        if at.dtype in DTYPES and stop - start != math.prod(at.shape) * DTYPES[at.dtype].itemsize:
+            raise ValueError(f"{file}: damaged, {name} of shape {list(at.shape)} {at.dtype} has {stop - start} bytes")
+        end = stop
+    if 8 + length + end != size:
+        what = "cut short" if 8 + length + end > size else "damaged"
+        raise ValueError(f"{file}: {what}, its tensors end at byte {8 + length + end} and it has {size} bytes")
+    return found
+
+
+def parse_object(text: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that `text` is; ValueError, which begins with `what`, if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: got a JSON {type(value).__name__}; it must be an object")
+    return value
 
 
 def allocate(

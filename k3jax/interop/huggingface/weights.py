@@ -6,7 +6,6 @@ Nothing is checked late: `open_directory` has every tensor accounted for before 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections import Counter
@@ -18,7 +17,7 @@ import numpy as np
 
 from k3jax.configs import ModelConfig
 from k3jax.interop.huggingface.config import config_from_hf, config_to_hf, is_kimi_linear, text_fields
-from k3jax.interop.huggingface.files import DTYPES, Stored, allocate, read_directory, write_json
+from k3jax.interop.huggingface.files import DTYPES, Stored, allocate, parse_object, read_directory, write_json
 from k3jax.interop.huggingface.tensors import Part, Style, Tensor, tensors
 
 CONFIG = "config.json"
@@ -94,10 +93,16 @@ def open_directory(directory: str | Path, *, name: str = "custom") -> Source:
     config = config_from_hf(document, name=name)
     stored = read_directory(directory)
     style = Style.of({name: at.shape for name, at in stored.items()})
-    if style.tied != bool(text_fields(document).get("tie_word_embeddings")):
+    tied = any(fields.get("tie_word_embeddings") for fields in (document, text_fields(document)))
+    if style.tied != tied:
         has = "no" if style.tied else "an"
         raise ValueError(
-            f"{directory}: there is {has} lm_head.weight, and tie_word_embeddings is {str(not style.tied).lower()}"
+            f"{directory}: there is {has} lm_head.weight, and tie_word_embeddings is {str(tied).lower()}: "
+            f"make it {str(style.tied).lower()} if the head is {'' if style.tied else 'not '}the embedding"
+        )
+    if config.num_moe_layers and not style.fused_experts and config.num_experts > len(stored):
+        raise ValueError(
+            f"{directory}: num_experts is {config.num_experts}, and there are {len(stored)} tensors in all"
         )
     expected = {tensor.name: tensor for tensor in tensors(config, style)}
     problems = compare(stored, expected)
@@ -113,13 +118,7 @@ def open_directory(directory: str | Path, *, name: str = "custom") -> Source:
 def read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a directory")
-    try:
-        document = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{directory / CONFIG}: not JSON ({error})") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"{directory / CONFIG}: got a JSON {type(document).__name__}; it must be an object")
-    return document
+    return parse_object((directory / CONFIG).read_bytes(), str(directory / CONFIG))
 
 
 def compare(stored: dict[str, Stored], expected: dict[str, Tensor]) -> str:

@@ -88,8 +88,11 @@ def launch(
     grid: dict[str, int],
     scratch: Sequence,
     interpret: bool,
+    warpgroups: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs `body(*inputs, *outputs, *scratch)`, references all, once for each point of the named grid.
+
+    With `warpgroups`, by as many at once, which share the scratch; their axis is named "warpgroup".
 
     Inside shard_map the results vary over the mesh axes that any argument varies over.
     """
@@ -100,6 +103,8 @@ def launch(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         scratch_types=list(scratch),
+        num_threads=warpgroups,
+        thread_name=warpgroups and "warpgroup",
         kernel_name=name,
         compiler_params=None if interpret else semantics,
         interpret=InterpretParams() if interpret else None,

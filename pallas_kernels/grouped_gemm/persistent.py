@@ -27,9 +27,15 @@ SHARED = 232448 - 1024
 """Bytes of shared memory for arrays; the rest is for barriers."""
 
 
+PROGRAMS = 132
+"""Multiprocessors of an H100 or H200."""
+INTERPRETED_PROGRAMS = 1
+"""In the interpreter, which runs one after the other and compiles each anew."""
+
+
 def programs(interpret: bool) -> int:
-    """Multiprocessors of an H100 or H200; two programs do in the interpreter, which runs one after the other."""
-    return 2 if interpret else 132
+    """How many share the items."""
+    return INTERPRETED_PROGRAMS if interpret else PROGRAMS
 
 
 def deepest(stage: int, besides: int) -> int:

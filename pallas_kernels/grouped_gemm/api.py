@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_gemm import product as kernels
-from pallas_kernels.grouped_gemm import weight_gradient as gradients
+from pallas_kernels.grouped_gemm import products
+from pallas_kernels.grouped_gemm import weight_gradients
 from pallas_kernels.grouped_gemm.plan import ALIGN
-from pallas_kernels.grouped_gemm.product import BLOCKS, Activation
+from pallas_kernels.grouped_gemm.products import BLOCKS, Activation
 
 
 class NotTaken(ValueError):
@@ -47,7 +47,7 @@ def grouped_product(
     check_product(x, (w,), group_sizes, transposed=transposed, row_weights=row_weights, dtype=dtype)
     row_weights = None if row_weights is None else filled_up(row_weights)
     how = {"transposed": transposed, "row_weights": row_weights, "dtype": dtype, "interpret": interpret}
-    return kernels.product(filled_up(x), (w,), group_sizes, **how)[: len(x)]
+    return products.product(filled_up(x), (w,), group_sizes, **how)[: len(x)]
 
 
 def gated_product(
@@ -64,7 +64,7 @@ def gated_product(
     Raises NotTaken as `grouped_product` does. K3 report, section 2.4 (SiTU-GLU).
     """
     check_product(x, (gate, up), group_sizes)
-    y = kernels.product(filled_up(x), (gate, up), group_sizes, activation=activation, interpret=interpret)
+    y = products.product(filled_up(x), (gate, up), group_sizes, activation=activation, interpret=interpret)
     return y[: len(x)]
 
 
@@ -81,7 +81,7 @@ def weight_gradient(
     Raises NotTaken unless x and dy are bfloat16, and D and F multiples of 128.
     """
     check_weight_gradient(x, dy, group_sizes, dtype=dtype)
-    return gradients.weight_gradient(filled_up(x), filled_up(dy), group_sizes, dtype=dtype, interpret=interpret)
+    return weight_gradients.weight_gradient(filled_up(x), filled_up(dy), group_sizes, dtype=dtype, interpret=interpret)
 
 
 def filled_up(x: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def check_weight_gradient(x, dy, group_sizes, *, dtype=jnp.bfloat16):
     """Raises NotTaken, naming what was got and what is needed."""
     check_ranks({"x": (x, 2), "dy": (dy, 2)}, group_sizes)
     (C, D), F = x.shape, dy.shape[1]
-    check_widths({"D": (D, gradients.BLOCKS["rows"]), "F": (F, gradients.BLOCKS["columns"])})
+    check_widths({"D": (D, weight_gradients.BLOCKS["rows"]), "F": (F, weight_gradients.BLOCKS["columns"])})
     check_arrays(x, {"dy": (dy, (C, F), jnp.bfloat16)}, group_sizes, len(group_sizes), dtype)
 
 

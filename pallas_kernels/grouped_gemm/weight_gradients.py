@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_gemm import plan
 from pallas_kernels.grouped_gemm.persistent import CONSUMERS, WARPGROUPS, Ring, deepest, programs, ring
-from pallas_kernels.grouped_gemm.product import store
+from pallas_kernels.grouped_gemm.products import store
 from pallas_kernels.mosaic import Transposed, launch, tiled
 
 BLOCKS = {"rows": 128, "columns": 128, "depth": 64, "stored": 64}

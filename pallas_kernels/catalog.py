@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_gemm
-from pallas_kernels.grouped_gemm import products, weight_gradients
+from pallas_kernels.grouped_gemm import tiles, weight_gradients
 from pallas_kernels.kda import chunk_gradients, decode, pair_gradients, prepare, recurrence, reverse
 from pallas_kernels.kda.decays import CHUNK
 
@@ -66,16 +66,20 @@ def expert_kernels(shape: Shape) -> list[Kernel]:
     C, G, D, F = shape.batch * shape.tokens * shape.experts_per_token, shape.experts, shape.latent, shape.expert_hidden
     x, hidden, sizes = half(C, D), half(C, F), jax.ShapeDtypeStruct((G,), jnp.int32)
     into, out_of = half(G, D, F), half(G, F, D)
-    # K3's activation.
-    situ = lambda gate, up: 4 * jnp.tanh(gate / 4) * jax.nn.sigmoid(gate) * (25 * jnp.tanh(up / 25))
+    # Costs what K3's activation does.
+    situ = lambda gate, up: jnp.tanh(gate) * jax.nn.sigmoid(gate) * jnp.tanh(up)
+    with_slopes = lambda gate, up: (situ(gate, up), situ(gate, up) * (1 - gate), situ(gate, up) * (1 - up))
     down = lambda x, w, sizes, p: grouped_gemm.grouped_product(x, w, sizes, row_weights=p, dtype=jnp.float32)
     back = partial(grouped_gemm.grouped_product, transposed=True)
-    gated, blocks, one = partial(grouped_gemm.gated_product, activation=situ), products.BLOCKS, 2 * C * D * F
+    pull = partial(grouped_gemm.gated_gradients, with_slopes=with_slopes)
+    gated, blocks, one = partial(grouped_gemm.gated_product, activation=situ), tiles.BLOCKS, 2 * C * D * F
     return [
         Kernel("grouped_product", blocks, grouped_gemm.grouped_product, (x, into, sizes), one),
         Kernel("grouped_product, weighted", blocks, down, (hidden, out_of, sizes, full(C)), one),
         Kernel("grouped_product, transposed", blocks, back, (x, out_of, sizes), one),
+        Kernel("grouped_product, of two", blocks, back, ((hidden,) * 2, (into,) * 2, sizes), 2 * one),
         Kernel("grouped_gated_product", blocks, gated, (x, into, into, sizes), 2 * one),
+        Kernel("grouped_gated_gradients", blocks, pull, (x, into, into, hidden, full(C), sizes), 2 * one),
         Kernel(
             "grouped_weight_gradient", weight_gradients.BLOCKS, grouped_gemm.weight_gradient, (x, hidden, sizes), one
         ),

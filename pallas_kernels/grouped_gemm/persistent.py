@@ -21,7 +21,7 @@ from pallas_kernels.mosaic import operand, value
 
 CONSUMERS = 2
 WARPGROUPS = CONSUMERS + 1
-REGISTERS = {"producer": 40, "consumer": 232}
+REGISTERS = {"producer": 24, "consumer": 240}
 """Of a thread: a multiprocessor has 65,536 for three times 128."""
 SHARED = 232448 - 1024
 """Bytes of shared memory for arrays; the rest is for barriers."""
@@ -63,7 +63,7 @@ class Ring:
     def run(self, items, steps: Callable, load: Callable, compute: Callable) -> None:
         """Works through this program's share of so many items.
 
-        steps(item): how many stages it needs. load(item, step, slot, barrier): starts the copies of one.
+        steps(item): how many stages it needs. load(item)(step, slot, barrier): starts the copies of one.
         compute(item, warpgroup, turn): takes its stages by `sum` and writes the result.
         """
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -76,10 +76,12 @@ class Ring:
             plgpu.set_max_registers(REGISTERS["producer"], action="decrease")
 
             def produce(item, turn):
+                start = load(item)
+
                 def step(n, turn):
                     slot = lax.rem(turn, self.stages)
                     pl.when(turn >= self.stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
-                    load(item, n, slot, self.loaded.at[slot])
+                    start(n, slot, self.loaded.at[slot])
                     return turn + 1
 
                 return lax.fori_loop(0, steps(item), step, turn)

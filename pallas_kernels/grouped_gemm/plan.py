@@ -28,6 +28,8 @@ class Products(NamedTuple):
     first: Int[Array, " N"]
     last: Int[Array, " N"]
     """The group's rows of the tile, [first, last)."""
+    tile: Int[Array, " N"]
+    """Number of the row tile, over all groups."""
     column: Int[Array, " N"]
     """Number of the column tile."""
     items: Int[Array, "1"]
@@ -46,21 +48,32 @@ def products(group_sizes: Int[Array, " G"], rows: int, *, height: int, columns: 
     Columns of at most `band` row tiles of one group follow each other, so that neighbours share weights and rows alike, and
     one large group does not read its rows once for every column tile.
     """
-    starts, ends = borders(group_sizes)
-    anchors = starts - starts % ALIGN
-    tiles = jnp.where(group_sizes > 0, -(-(ends - anchors) // height), 0)
-    items = jnp.cumsum(tiles * columns)
+    starts, ends, anchors, tiles = borders(group_sizes, height)
     number = jnp.arange(most_tiles(rows, len(group_sizes), height) * columns, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(number[:, None] >= items, axis=1, dtype=jnp.int32), len(group_sizes) - 1)
-    tiles, start, end, anchor = tiles[group], starts[group], ends[group], anchors[group]
-    number = number - (items[group] - tiles * columns)
-    before = number // (band * columns) * band
+    group = owner(number, jnp.cumsum(tiles) * columns)
+    before = (jnp.cumsum(tiles) - tiles)[group]  # tiles of other groups
     number = number - before * columns
-    in_band = jnp.clip(tiles - before, 1, band)
-    top = anchor + height * (before + number % in_band)
+    done = number // (band * columns) * band  # tiles of this group's bands before
+    number = number - done * columns
+    in_band = jnp.clip(tiles[group] - done, 1, band)
+    tile = done + number % in_band
+    top = anchors[group] + height * tile
     row = jnp.minimum(top, rows - height)
-    first, last = jnp.maximum(start, top) - row, jnp.minimum(end, top + height) - row
-    return Products(group, row, first, last, number // in_band, items[-1:])
+    first, last = jnp.maximum(starts[group], top) - row, jnp.minimum(ends[group], top + height) - row
+    return Products(group, row, first, last, before + tile, number // in_band, jnp.sum(tiles, keepdims=True) * columns)
+
+
+def places(group_sizes: Int[Array, " G"], rows: int, *, height: int) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
+    """For each of `rows` rows the number of its tile among those of `products`, and its place there.
+
+    Rows after the last group get some place inside some tile.
+    """
+    _, ends, anchors, tiles = borders(group_sizes, height)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    group = owner(row, ends)
+    tile = jnp.clip((row - anchors[group]) // height, 0, jnp.maximum(tiles[group] - 1, 0))
+    top = jnp.minimum(anchors[group] + height * tile, rows - height)
+    return (jnp.cumsum(tiles) - tiles)[group] + tile, jnp.clip(row - top, 0, height - 1)
 
 
 class Sums(NamedTuple):
@@ -77,12 +90,19 @@ def sums(group_sizes: Int[Array, " G"]) -> Sums:
     An item costs what its group's size is. Dealt in turn from a falling list, no two programs' shares differ by more than
     the largest item.
     """
-    starts, ends = borders(group_sizes)
     order = jnp.argsort(-group_sizes, stable=True).astype(jnp.int32)
+    starts, ends, _, _ = borders(group_sizes, 1)
     return Sums(order, starts[order], ends[order])
 
 
-def borders(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First row of each group, and the one after its last."""
+def borders(group_sizes: jax.Array, height: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of each group: first row, the one after its last, where its tiles start, and how many of them it has."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    return ends - group_sizes, ends
+    starts = ends - group_sizes
+    anchors = starts - starts % ALIGN
+    return starts, ends, anchors, jnp.where(group_sizes > 0, -(-(ends - anchors) // height), 0)
+
+
+def owner(number: jax.Array, ends: jax.Array) -> jax.Array:
+    """Whose each number is, if the numbers of each end where `ends` says; the last one's if nobody's."""
+    return jnp.minimum(jnp.sum(number[:, None] >= ends, axis=1, dtype=jnp.int32), len(ends) - 1)

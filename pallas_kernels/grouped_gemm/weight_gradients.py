@@ -9,7 +9,7 @@ after the last group may be anything, and zero times anything need not be zero.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,20 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_gemm import plan
 from pallas_kernels.grouped_gemm.persistent import CONSUMERS, WARPGROUPS, Ring, deepest, programs, ring
-from pallas_kernels.grouped_gemm.products import store
+from pallas_kernels.grouped_gemm.tiles import (
+    COLUMNS,
+    DEPTH,
+    PARTS,
+    ROWS,
+    SHARE,
+    STORED,
+    columns_of,
+    stage_bytes,
+    store,
+)
 from pallas_kernels.mosaic import Transposed, launch, tiled
 
-BLOCKS = {"rows": 128, "columns": 128, "depth": 64, "stored": 64}
-ROWS, COLUMNS, DEPTH, STORED = BLOCKS.values()
-SHARE = ROWS // CONSUMERS
+BLOCKS = {"rows": ROWS, "columns": COLUMNS, "depth": DEPTH, "stored": STORED}
 
 
 def weight_gradient(
@@ -37,19 +45,19 @@ def weight_gradient(
     interpret: bool = False,
 ) -> Float[Array, "G D F"]:
     """xᵀ dy of each group's rows, 0 for a group without rows. C a multiple of 8 and at least DEPTH, D and F of 128."""
-    (C, D), F, G = x.shape, dy.shape[1], len(group_sizes)
-    halves = 2 if F % (2 * COLUMNS) == 0 else 1
-    tiles = D // ROWS * (F // (halves * COLUMNS))
-    stages = deepest(2 * DEPTH * (ROWS + halves * COLUMNS), besides=ROWS * STORED * jnp.dtype(dtype).itemsize)
+    D, F, G = x.shape[1], dy.shape[1], len(group_sizes)
+    accumulators = 2 if F % (2 * COLUMNS) == 0 else 1
+    tiles = D // ROWS, F // (accumulators * COLUMNS)
+    stages = deepest(stage_bytes(accumulators), besides=ROWS * STORED * jnp.dtype(dtype).itemsize)
     scratch = [
         tiled(stages, CONSUMERS, DEPTH, SHARE),
-        tiled(stages, halves, DEPTH, COLUMNS),
+        tiled(stages, accumulators, DEPTH, COLUMNS),
         tiled(CONSUMERS, SHARE, STORED, dtype=dtype),
-        ring(stages, copies=CONSUMERS + halves),
+        ring(stages, copies=CONSUMERS + accumulators),
         plgpu.Barrier(num_arrivals=CONSUMERS),
     ]
     (dw,) = launch(
-        lambda *refs: kernel(*refs, items=G * tiles, tiles=tiles, interpret=interpret),
+        lambda *refs: kernel(*refs, tiles=tiles, interpret=interpret),
         *(*plan.sums(group_sizes), x, dy),
         name="grouped_weight_gradient",
         out=[jax.ShapeDtypeStruct((G, D, F), dtype)],
@@ -61,71 +69,79 @@ def weight_gradient(
     return dw
 
 
-def kernel(*refs, items: int, tiles: int, interpret: bool):
-    groups, (x_g, dy_g, dw_g, x, dy, stored, (loaded, consumed), cut) = plan.Sums(*refs[:3]), refs[3:]
-    halves = dy.shape[1]
-    width = halves * COLUMNS
-    across = dy_g.shape[1] // width
-    stages = Ring(loaded, consumed, x.shape[0], interpret)
-    rank = lambda item: lax.div(item, tiles)
+class Rows(NamedTuple):
+    """A group's rows, [start, end), as stages of DEPTH rows of arrays that have `limit`."""
+
+    start: Any
+    end: Any
+    limit: int
+
+    @property
+    def anchor(self):
+        return self.start - lax.rem(self.start, plan.ALIGN)
+
+    @property
+    def stages(self):
+        return jnp.where(self.start < self.end, lax.div(self.end - self.anchor + DEPTH - 1, DEPTH), 0)
+
+    def stage(self, step):
+        """First row of a stage, and which of its rows count: [first, last)."""
+        top = self.anchor + step * DEPTH
+        row = pl.multiple_of(lax.min(top, self.limit - DEPTH), plan.ALIGN)
+        return row, lax.max(self.start, top) - row, lax.min(self.end, top + DEPTH) - row
+
+
+def kernel(*refs, tiles: tuple[int, int], interpret: bool):
+    groups, (x_g, dy_g, dw_g, x, dy, stored, barriers, cut) = plan.Sums(*refs[:3]), refs[3:]
+    (down, across), accumulators = tiles, dy.shape[1]
+    ring = Ring(*barriers, x.shape[0], interpret)
+    rank = lambda item: lax.div(item, down * across)
+    rows = lambda item: Rows(groups.start[rank(item)], groups.end[rank(item)], x_g.shape[0])
 
     def place(item):
-        """Where the item's tile lies in its group's matrix."""
-        tile = lax.rem(item, tiles)
-        return lax.div(tile, across) * ROWS, lax.rem(tile, across) * width
+        """First row and column of the item's tile of its group's matrix."""
+        tile = lax.rem(item, down * across)
+        return lax.div(tile, across) * ROWS, lax.rem(tile, across) * (accumulators * COLUMNS)
 
-    def steps(item):
-        start, end = groups.start[rank(item)], groups.end[rank(item)]
-        return jnp.where(start < end, lax.div(end - anchor(start) + DEPTH - 1, DEPTH), 0)
+    def load(item):
+        of_group, corner = rows(item), place(item)
 
-    def anchor(start):
-        return start - lax.rem(start, plan.ALIGN)
+        def start(step, slot, barrier):
+            row, _, _ = of_group.stage(step)
+            for source, target, at in zip((x_g, dy_g), (x, dy), corner, strict=True):
+                *_, parts, _, size = target.shape
+                for part in range(parts):
+                    columns = pl.ds(pl.multiple_of(at + part * size, size), size)
+                    plgpu.copy_gmem_to_smem(source.at[pl.ds(row, DEPTH), columns], target.at[slot, part], barrier)
 
-    def rows(item, step):
-        """First row of a stage, and which of its rows count: [first, last)."""
-        start, end = groups.start[rank(item)], groups.end[rank(item)]
-        top = anchor(start) + step * DEPTH
-        row = pl.multiple_of(lax.min(top, x_g.shape[0] - DEPTH), plan.ALIGN)
-        return row, lax.max(start, top) - row, lax.min(end, top + DEPTH) - row
-
-    def load(item, step, slot, barrier):
-        (down, right), (row, _, _) = place(item), rows(item, step)
-        for source, target, at in ((x_g, x, down), (dy_g, dy, right)):
-            for part in range(target.shape[1]):
-                size = target.shape[3]
-                columns = pl.ds(pl.multiple_of(at + part * size, size), size)
-                plgpu.copy_gmem_to_smem(source.at[pl.ds(row, DEPTH), columns], target.at[slot, part], barrier)
+        return start
 
     def compute(item, warpgroup, turn):
-        down, right = place(item)
+        of_group, (row, column) = rows(item), place(item)
 
         def pairs(step, slot):
-            _, first, last = rows(item, step)
+            _, first, last = of_group.stage(step)
 
             @pl.when((first > 0) | (last < DEPTH))
             def _():
                 keep_rows(x.at[slot, warpgroup], first, last)
-                if halves == CONSUMERS:
-                    keep_rows(dy.at[slot, warpgroup], first, last)
-                else:
-                    pl.when(warpgroup == 0)(lambda: keep_rows(dy.at[slot, 0], first, last))
+                # Both read all of dy: each clears its share of it, and waits for the other.
+                for number in range(accumulators):
+                    pl.when(warpgroup == number)(lambda n=number: keep_rows(dy.at[slot, n], first, last))
                 plgpu.commit_smem()
-                # The other warpgroup's share of dy.
                 plgpu.barrier_arrive(cut)
                 plgpu.barrier_wait(cut)
 
-            return [(Transposed(x.at[slot, warpgroup]), dy.at[slot, half]) for half in range(halves)]
+            return [(Transposed(x.at[slot, warpgroup]), dy.at[slot, number]) for number in range(accumulators)]
 
-        results = stages.sum([(SHARE, COLUMNS)] * halves, turn, steps(item), pairs)
-        matrix = dw_g.at[groups.group[rank(item)]]
-        for half, result in enumerate(results):
-            for part in range(COLUMNS // STORED):
-                columns = pl.ds(pl.multiple_of(right + half * COLUMNS + part * STORED, STORED), STORED)
-                row = pl.multiple_of(down + warpgroup * SHARE, SHARE)
-                result_part = result[:, part * STORED : (part + 1) * STORED].astype(dw_g.dtype)
-                store(result_part, stored.at[warpgroup], None, matrix, row, columns, 0, SHARE)
+        sums = ring.sum([(SHARE, COLUMNS)] * accumulators, turn, of_group.stages, pairs)
+        matrix, row = dw_g.at[groups.group[rank(item)]], pl.multiple_of(row + warpgroup * SHARE, SHARE)
+        for number, result in enumerate(sums):
+            for part in range(PARTS):
+                at = row, column + number * COLUMNS + part * STORED
+                store(columns_of(result, part), stored.at[warpgroup], None, matrix, *at, first=0, count=SHARE)
 
-    stages.run(items, steps, load, compute)
+    ring.run(groups.group.shape[0] * down * across, lambda item: rows(item).stages, load, compute)
 
 
 def keep_rows(ref, first, last):

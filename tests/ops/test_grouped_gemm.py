@@ -18,17 +18,19 @@ CLOSE = 3e-3
 ACTIVATIONS = {"SiTU": {"beta": 4.0, "linear_beta": 25.0}, "SwiGLU": {"beta": None, "linear_beta": None}}
 
 
-@pytest.fixture(params=["xla", "mosaic_gpu"])
+KERNELS = "mosaic_gpu"
+
+
+@pytest.fixture(params=["xla", KERNELS])
 def implementation(request, monkeypatch):
     """Its name; the kernels run in Mosaic's interpreter."""
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "mosaic_gpu", Mosaic(interpret=True))
+    monkeypatch.setitem(api.IMPLEMENTATIONS, KERNELS, Mosaic(interpret=True))
     return request.param
 
 
 # Borders inside tiles of 128 rows and inside copies of 8, an empty group, rows that no group has.
 UNEVEN = ([9, 0, 150, 12], 184)
 CASES = {
-    "uneven": UNEVEN,
     "one has all, no whole copy": ([0, 131], 131),
     "fewer rows than a tile": ([3, 2], 7),
 }
@@ -65,6 +67,7 @@ def test_each_row_meets_its_own_groups_matrix(case, implementation):
     assert_close(y, right, sum(sizes))
 
 
+@pytest.mark.quick
 def test_its_gradient_uses_no_row_of_no_group(implementation):
     x, w, _, dy, _, group_sizes = arrays(*UNEVEN)
     y, pullback = jax.vjp(lambda x, w: ops.grouped_gemm(x, w, group_sizes, implementation=implementation), x, w)
@@ -72,10 +75,11 @@ def test_its_gradient_uses_no_row_of_no_group(implementation):
     assert [a.dtype for a in (y, dx, dw)] == [jnp.bfloat16] * 3
     with jax.enable_x64(True):
         wide_x, wide_w, wide_dy = wide(x, w, dy)
-        right = [reference.input_gradient(wide_dy, wide_w, group_sizes)]
+        right = [reference.grouped_gemm(wide_x, wide_w, group_sizes)]
+        right.append(reference.input_gradient(wide_dy, wide_w, group_sizes))
         right.append(reference.weight_gradient(wide_x, wide_dy, group_sizes))
-    for got, expected in zip((dx, dw), right, strict=True):
-        assert_close(got, expected, len(got))
+    for got, expected, used in zip((y, dx, dw), right, (sum(UNEVEN[0]), len(dx), len(dw)), strict=True):
+        assert_close(got, expected, used)
     assert not np.asarray(dx, np.float32)[sum(UNEVEN[0]) :].any() and not np.asarray(dw, np.float32)[1].any()
 
 
@@ -88,6 +92,31 @@ def test_experts_activate_unrounded_products(activation, implementation):
     with jax.enable_x64(True):
         right = reference.expert_hidden(*wide(x, gate, up), group_sizes, **how)
     assert_close(hidden, right, sum(UNEVEN[0]))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "activation"),
+    [("xla", "SiTU"), ("xla", "SwiGLU"), (KERNELS, "SiTU"), pytest.param(KERNELS, "SwiGLU", marks=pytest.mark.slow)],
+    indirect=["implementation"],
+)
+def test_backward_makes_the_products_again_and_weighs_what_follows(activation, implementation):
+    x, gate, up, da, p, group_sizes = arrays(*UNEVEN)
+    how = ACTIVATIONS[activation]
+    got = ops.expert_hidden_gradients(x, gate, up, da, p, group_sizes, implementation=implementation, **how)
+    assert [a.dtype for a in got] == [jnp.bfloat16] * 3 + [jnp.float32]
+    with jax.enable_x64(True):
+        right = reference.expert_hidden_gradients(*wide(x, gate, up, da, p), group_sizes, **how)
+    for a, b, tolerance in zip(got, right, [CLOSE] * 3 + [1e-6], strict=True):  # dp is never rounded to bfloat16
+        assert_close(a, b, sum(UNEVEN[0]), tolerance)
+
+
+def test_the_gradient_of_the_input_is_rounded_once(implementation):
+    _, gate, up, d_gate, _, group_sizes = arrays(*UNEVEN)
+    d_up = d_gate[:, ::-1]
+    got = ops.expert_input_gradient(d_gate, d_up, gate, up, group_sizes, implementation=implementation)
+    with jax.enable_x64(True):
+        right = reference.expert_input_gradient(*wide(d_gate, d_up, gate, up), group_sizes)
+    assert_close(got, right, sum(UNEVEN[0]))
 
 
 def test_row_weights_act_before_any_rounding(implementation):
@@ -109,6 +138,15 @@ def test_float64_stays_float64():
             (ops.weight_gradient(x, dy, group_sizes), reference.weight_gradient(x, dy, group_sizes)),
             (ops.expert_hidden(x, w, up, group_sizes, **how), reference.expert_hidden(x, w, up, group_sizes, **how)),
             (ops.weighted_gemm(x, w, p, group_sizes), reference.weighted_gemm(x, w, p, group_sizes)),
+            (
+                ops.expert_input_gradient(dy, dy, w, up, group_sizes),
+                reference.expert_input_gradient(dy, dy, w, up, group_sizes),
+            ),
+            *zip(
+                ops.expert_hidden_gradients(x, w, up, dy, p, group_sizes, **how),
+                reference.expert_hidden_gradients(x, w, up, dy, p, group_sizes, **how),
+                strict=True,
+            ),
         ]
         for got, right in pairs:
             assert got.dtype == jnp.float64
@@ -144,13 +182,22 @@ def test_all_kernels_lower_for_cuda_inside_shard_map():
         hidden = ops.expert_hidden(x, gate, up, sizes, **ACTIVATIONS["SiTU"], **how)
         loss = lambda x, w: ops.grouped_gemm(x, w, sizes, **how).astype(jnp.float32).sum()
         dx, dw = jax.grad(loss, argnums=(0, 1))(x, gate)
-        return ops.weighted_gemm(hidden, gate, p, sizes, **how), dx, dw
+        weighted, d_gate, d_up, dp = ops.expert_hidden_gradients(
+            x, gate, up, hidden, p, sizes, **ACTIVATIONS["SiTU"], **how
+        )
+        dx += ops.expert_input_gradient(d_gate, d_up, gate, up, sizes, **how)
+        return ops.weighted_gemm(weighted, gate, p, sizes, **how), dx, dp, dw
 
     per_rank, shared = PartitionSpec("data"), PartitionSpec()
-    specs = {"in_specs": (per_rank, per_rank, per_rank, shared, shared), "out_specs": (per_rank, per_rank, shared)}
+    specs = {
+        "in_specs": (per_rank, per_rank, per_rank, shared, shared),
+        "out_specs": (per_rank, per_rank, per_rank, shared),
+    }
     arguments = *(jnp.concatenate([a, a]) for a in (x, p, group_sizes)), gate, up
-    text = jax.jit(jax.shard_map(step, mesh=mesh, **specs)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("grouped_product", "grouped_gated_product", "grouped_weight_gradient"):
+    text = (
+        jax.jit(jax.shard_map(step, mesh=mesh, **specs)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    for name in ("grouped_product", "grouped_gated_product", "grouped_gated_gradients", "grouped_weight_gradient"):
         assert name in text
 
 

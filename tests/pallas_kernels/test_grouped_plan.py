@@ -36,12 +36,24 @@ def test_every_row_of_a_group_meets_every_column_once_and_no_other_row_does(size
     assert (made.row % ALIGN == 0).all() and (made.row >= 0).all() and (made.row + HEIGHT <= ROWS).all()
     assert (0 <= made.first).all() and (made.first < made.last).all() and (made.last <= HEIGHT).all()
     met = np.full((ROWS, columns), -1)
-    for group, row, first, last, column in zip(*made[:5], strict=True):
+    for group, row, first, last, column in zip(*made[:4], made.column, strict=True):
         assert (met[row + first : row + last, column] == -1).all()
         met[row + first : row + last, column] = group
     right = np.full(ROWS, -1)
     right[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
     assert (met == right[:, None]).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes_of_groups)
+def test_every_row_finds_its_place_in_its_tile(sizes):
+    made = items(sizes, 1)
+    find = jax.jit(plan.places, static_argnums=1, static_argnames="height")
+    tile, place = map(np.asarray, find(jnp.asarray(sizes, jnp.int32), ROWS, height=HEIGHT))
+    used = np.arange(sum(sizes))
+    row_of_tile = dict(zip(made.tile, made.row, strict=True))
+    assert [row_of_tile[tile[i]] + place[i] for i in used] == list(used)
+    assert ((0 <= place) & (place < HEIGHT) & (0 <= tile) & (tile < plan.most_tiles(ROWS, GROUPS, HEIGHT))).all()
 
 
 @settings(deadline=None, max_examples=60)

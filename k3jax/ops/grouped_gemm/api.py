@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
-from k3jax.ops.glu import gated_activation
+from k3jax.ops.glu import activation_and_slopes, gated_activation
 from k3jax.ops.grouped_gemm.mosaic import Mosaic, on_hopper
 from k3jax.ops.grouped_gemm.xla import Xla
 from pallas_kernels.grouped_gemm import NotTaken
@@ -30,7 +30,11 @@ IMPLEMENTATIONS: dict[str, Any] = {"xla": Xla(), "mosaic_gpu": Mosaic()}
 
 
 def grouped_gemm(
-    x: Float[Array, "C D"], w: Float[Array, "G D F"], group_sizes: Int[Array, " G"], *, implementation: str | None = None
+    x: Float[Array, "C D"],
+    w: Float[Array, "G D F"],
+    group_sizes: Int[Array, " G"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "C F"]:
     """Row i of group g is x_i w_g, in x's dtype. Differentiable; the gradient is 0 in rows of no group."""
     check(group_sizes, x=(x, "CD"), w=(w, "GDF"))
@@ -39,7 +43,11 @@ def grouped_gemm(
 
 
 def input_gradient(
-    dy: Float[Array, "C F"], w: Float[Array, "G D F"], group_sizes: Int[Array, " G"], *, implementation: str | None = None
+    dy: Float[Array, "C F"],
+    w: Float[Array, "G D F"],
+    group_sizes: Int[Array, " G"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "C D"]:
     """Row i of group g is dy_i w_gᵀ, in dy's dtype."""
     check(group_sizes, dy=(dy, "CF"), w=(w, "GDF"))
@@ -84,7 +92,46 @@ def weighted_gemm(
     return run(implementation, lambda ops: ops.product(x, w, group_sizes, **how))
 
 
-def run(implementation: str | None, call: Callable[[Any], jax.Array]) -> jax.Array:
+def expert_hidden_gradients(
+    x: Float[Array, "C D"],
+    gate: Float[Array, "G D F"],
+    up: Float[Array, "G D F"],
+    da: Float[Array, "C F"],
+    row_weights: Float[Array, " C"],
+    group_sizes: Int[Array, " G"],
+    *,
+    beta: float | None,
+    linear_beta: float | None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "C F"], Float[Array, "C F"], Float[Array, "C F"], Float[Array, " C"]]:
+    """Backward of a = `expert_hidden` whose rows are weighted by p after the down product: (p a, d_gate, d_up, dp).
+
+    da is the cotangent of a for p = 1: of u = Σ_i p_i a_i W it is ∂u Wᵀ. d_gate and d_up are the gradients of the products
+    x gate and x up, in x's dtype; dp_i = ⟨da_i, a_i⟩, in that of p. Nothing but the inputs was kept: both products are made
+    again. p a gives W's gradient. K3 report, memory-efficient mixture; SonicMoE, arXiv:2512.14080.
+    """
+    check(group_sizes, x=(x, "CD"), gate=(gate, "GDF"), up=(up, "GDF"), da=(da, "CF"), row_weights=(row_weights, "C"))
+    with_slopes = functools.partial(activation_and_slopes, beta=beta, linear_beta=linear_beta)
+    arrays = x, gate, up, da, row_weights, group_sizes
+    return run(implementation, lambda ops: ops.gated_gradients(*arrays, with_slopes=with_slopes))
+
+
+def expert_input_gradient(
+    d_gate: Float[Array, "C F"],
+    d_up: Float[Array, "C F"],
+    gate: Float[Array, "G D F"],
+    up: Float[Array, "G D F"],
+    group_sizes: Int[Array, " G"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "C D"]:
+    """Row i of group g is d_gate_i gate_gᵀ + d_up_i up_gᵀ, in d_gate's dtype, rounded once."""
+    check(group_sizes, d_gate=(d_gate, "CF"), d_up=(d_up, "CF"), gate=(gate, "GDF"), up=(up, "GDF"))
+    how = {"transposed": True, "dtype": d_gate.dtype}
+    return run(implementation, lambda ops: ops.product((d_gate, d_up), (gate, up), group_sizes, **how))
+
+
+def run(implementation: str | None, call: Callable[[Any], Any]) -> Any:
     """`call` of the implementation's operations."""
     if implementation is None and on_hopper():
         try:

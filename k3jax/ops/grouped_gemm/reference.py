@@ -40,3 +40,14 @@ def expert_hidden(x, gate, up, group_sizes, *, beta, linear_beta):
 
 def weighted_gemm(x, w, row_weights, group_sizes):
     return row_weights[:, None] * grouped_gemm(x, w, group_sizes)
+
+
+def expert_hidden_gradients(x, gate, up, da, row_weights, group_sizes, *, beta, linear_beta):
+    products = [grouped_gemm(x, w, group_sizes) for w in (gate, up)]
+    da, p = jnp.where(sum(masks(x, group_sizes)), da, 0), row_weights[:, None]
+    a, pullback = jax.vjp(lambda g, u: gated_activation(g, u, beta=beta, linear_beta=linear_beta), *products)
+    return p * a, *pullback(p * da), (da * a).sum(-1)
+
+
+def expert_input_gradient(d_gate, d_up, gate, up, group_sizes):
+    return sum(input_gradient(dy, w, group_sizes) for dy, w in ((d_gate, gate), (d_up, up)))

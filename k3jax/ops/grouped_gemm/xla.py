@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.ops.grouped_gemm.mosaic import Activation
+from k3jax.ops.grouped_gemm.mosaic import Activation, WithSlopes
 
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -20,16 +20,26 @@ class Xla:
     """The same methods as `Mosaic`."""
 
     def product(self, x, w, group_sizes, *, dtype, transposed=False, row_weights=None) -> jax.Array:
-        y = lax.ragged_dot(x, w.mT if transposed else w, group_sizes, preferred_element_type=wide(x.dtype))
+        pairs = zip(x, w, strict=True) if isinstance(x, tuple) else [(x, w)]
+        y = sum(wide_product(x, w.mT if transposed else w, group_sizes) for x, w in pairs)
         return (y if row_weights is None else y * row_weights[:, None]).astype(dtype)
 
     def gated_product(self, x, gate, up, group_sizes, *, activation: Activation) -> jax.Array:
-        products = (self.product(x, w, group_sizes, dtype=wide(x.dtype)) for w in (gate, up))
-        return activation(*products).astype(x.dtype)
+        return activation(*(wide_product(x, w, group_sizes) for w in (gate, up))).astype(x.dtype)
+
+    def gated_gradients(self, x, gate, up, da, row_weights, group_sizes, *, with_slopes: WithSlopes):
+        p, wide_da = row_weights[:, None], da.astype(wide(da.dtype))
+        a, *slopes = with_slopes(*(wide_product(x, w, group_sizes) for w in (gate, up)))
+        results = a, *(wide_da * slope for slope in slopes)
+        return *((p * y).astype(x.dtype) for y in results), (wide_da * a).sum(-1).astype(row_weights.dtype)
 
     def weight_gradient(self, x, dy, group_sizes, *, dtype) -> jax.Array:
         kind = wide(x.dtype)
         return lax.ragged_dot_general(x, dy, group_sizes, _OVER_ROWS, preferred_element_type=kind).astype(dtype)
+
+
+def wide_product(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x, w, group_sizes, preferred_element_type=wide(x.dtype))
 
 
 def wide(dtype):

@@ -12,7 +12,7 @@ import pytest
 
 from k3jax.ops.grouped_gemm import reference
 from pallas_kernels import mosaic
-from pallas_kernels.grouped_gemm import gated_product, grouped_product, persistent, weight_gradient
+from pallas_kernels.grouped_gemm import gated_gradients, gated_product, grouped_product, persistent, weight_gradient
 
 # The results are not rounded to bfloat16.
 CLOSE = 1e-6
@@ -37,7 +37,7 @@ def in_float64(function, *given):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("transposed", "programs"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("transposed", "programs"), [(False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
 def test_programs_with_two_accumulators_share_the_items(transposed, programs, monkeypatch):
     monkeypatch.setattr(persistent, "INTERPRETED_PROGRAMS", programs)
     x, w, _, sizes = arrays(D=192, F=256)
@@ -78,4 +78,7 @@ def test_no_two_accesses_of_shared_memory_race(monkeypatch):
     x, w, dy, sizes = arrays(D=384, F=128)
     jax.block_until_ready(grouped_product(x, w, sizes, interpret=True))
     jax.block_until_ready(gated_product(x, w, w, sizes, activation=jnp.multiply, interpret=True))
+    with_slopes = lambda gate, up: (gate * up, up, gate)
+    p = jnp.ones(C, jnp.float32)
+    jax.block_until_ready(gated_gradients(x, w, w, dy, p, sizes, with_slopes=with_slopes, interpret=True))
     jax.block_until_ready(weight_gradient(x, dy, sizes, interpret=True))

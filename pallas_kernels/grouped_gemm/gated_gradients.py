@@ -74,14 +74,14 @@ def gated_gradients(
         tiled(CONSUMERS, PARTS, SHARE, STORED),
         tiled(CONSUMERS, SHARE, STORED),
         plain(CONSUMERS, SHARE, STORED, dtype=jnp.bfloat16),
-        [plain(CONSUMERS, SHARE) for _ in range(2)],
+        *(plain(CONSUMERS, SHARE) for _ in range(2)),
         ring(stages, copies=CONSUMERS + 2),
         plgpu.Barrier(num_arrivals=PARTS + 1, num_barriers=CONSUMERS),
     ]
     shares = plan.most_tiles(C, len(group_sizes), ROWS), tile_columns, ROWS
-    *results, shares = launch(
+    weighted, d_gate, d_up, shares = launch(
         lambda *refs: kernel(*refs, with_slopes=with_slopes, interpret=interpret),
-        *(*items, x, gate, up, da, row_weights),
+        *(items, x, (gate, up), da, row_weights),
         name="grouped_gated_gradients",
         out=[*[jax.ShapeDtypeStruct((C, F), jnp.bfloat16)] * 3, jax.ShapeDtypeStruct(shares, jnp.float32)],
         grid={"program": programs(interpret)},
@@ -90,14 +90,13 @@ def gated_gradients(
         warpgroups=WARPGROUPS,
     )
     tile, place = plan.places(group_sizes, C, height=ROWS)
-    return GatedGradients(*results, shares.sum(1)[tile, place])
+    return GatedGradients(weighted, d_gate, d_up, shares.sum(1)[tile, place])
 
 
-def kernel(*refs, with_slopes: WithSlopes, interpret: bool):
-    items, (x_g, gate_g, up_g, da_g, p_g, *refs) = plan.Products(*refs[:7]), refs[7:]
-    *results_g, shares_g, x, w, da, stored, ladder, (p, shares), barriers, loaded = refs
-    tiles = Tiles(items, [Source(x_g, [(gate_g, 0), (up_g, 0)])], x, w, COLUMNS)
-    stages = Ring(*barriers, x.shape[0], interpret)
+def kernel(items, x_g, matrices_g, da_g, p_g, *refs, with_slopes: WithSlopes, interpret: bool):
+    *results_g, shares_g, x, w, da, stored, ladder, p, shares, barriers, loaded = refs
+    tiles = Tiles(items, [Source(x_g, [(matrix, 0) for matrix in matrices_g])], x, w, COLUMNS)
+    stages = Ring(barriers, x.shape[0], interpret)
 
     def compute(item, warpgroup, turn):
         row, column, first, count = tiles.place(item, warpgroup)

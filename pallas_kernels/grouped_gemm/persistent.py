@@ -55,10 +55,17 @@ def ring(stages: int, copies: int) -> list:
 class Ring:
     """Stages of shared memory between the warpgroup that loads and those that compute; `turn` counts their uses."""
 
-    loaded: Any
-    consumed: Any
+    barriers: Any  # as `ring` makes them
     stages: int
     interpret: bool
+
+    @property
+    def loaded(self):
+        return self.barriers[0]
+
+    @property
+    def consumed(self):
+        return self.barriers[1]
 
     def run(self, items, steps: Callable, load: Callable, compute: Callable) -> None:
         """Works through this program's share of so many items.

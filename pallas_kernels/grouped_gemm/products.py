@@ -67,23 +67,10 @@ def product(
         ring(stages, copies=CONSUMERS + accumulators),
         plgpu.Barrier(num_barriers=CONSUMERS),
     ]
-
-    def body(*refs):
-        items_g, refs = plan.Products(*refs[: len(items)]), refs[len(items) :]
-        rows_g, refs = refs[: len(rows)], refs[len(rows) :]
-        matrices_g, refs = refs[: len(matrices)], refs[len(matrices) :]
-        if activation:
-            sources = [Source(rows_g[0], [(matrix, 0) for matrix in matrices_g])]
-        else:
-            split = lambda matrix: [(matrix, number * COLUMNS) for number in range(accumulators)]
-            sources = [Source(x, split(matrix)) for x, matrix in zip(rows_g, matrices_g, strict=True)]
-        weights_g, refs = (None, refs) if row_weights is None else (refs[0], refs[1:])
-        tiles = lambda x, w: Tiles(items_g, sources, x, w, width, transposed)
-        kernel(tiles, weights_g, *refs, activation=activation, interpret=interpret)
-
+    how = {"width": width, "transposed": transposed, "activation": activation, "interpret": interpret}
     (y,) = launch(
-        body,
-        *(*items, *rows, *matrices, *(() if row_weights is None else (row_weights,))),
+        lambda *refs: kernel(*refs, **how),
+        *(items, rows, matrices, row_weights),
         name="grouped_gated_product" if activation else "grouped_product",
         out=[jax.ShapeDtypeStruct((C, F), dtype)],
         grid={"program": programs(interpret)},
@@ -94,26 +81,29 @@ def product(
     return y
 
 
-def kernel(
-    make_tiles, weights_g, y_g, x, w, stored, ladder, weights, barriers, weights_loaded, *, activation, interpret
-):
-    tiles, stages = make_tiles(x, w), Ring(*barriers, x.shape[0], interpret)
+def kernel(items, rows_g, matrices_g, p_g, y_g, *scratch, width: int, transposed: bool, activation, interpret: bool):
+    x, w, stored, ladder, p, barriers, p_loaded = scratch
+    if activation:
+        sources = [Source(rows_g[0], [(matrix, 0) for matrix in matrices_g])]
+    else:
+        starts = range(0, width, COLUMNS)
+        sources = [Source(x_g, [(matrix, at) for at in starts]) for x_g, matrix in zip(rows_g, matrices_g, strict=True)]
+    tiles, stages = Tiles(items, sources, x, w, width, transposed), Ring(barriers, x.shape[0], interpret)
 
     def compute(item, warpgroup, turn):
         row, column, first, count = tiles.place(item, warpgroup)
-        if weights_g is not None:
-            source = weights_g.at[pl.ds(row, SHARE)]
-            plgpu.copy_gmem_to_smem(source, weights.at[warpgroup], weights_loaded.at[warpgroup])
+        if p_g is not None:
+            plgpu.copy_gmem_to_smem(p_g.at[pl.ds(row, SHARE)], p.at[warpgroup], p_loaded.at[warpgroup])
         results = tiles.sums(stages, warpgroup, turn)
         if activation:
             results = [activation(*results)]
-        if weights_g is not None:
-            plgpu.barrier_wait(weights_loaded.at[warpgroup])
-            spread = lax.broadcast_in_dim(weights[warpgroup], (SHARE, COLUMNS), (0,))
+        if p_g is not None:
+            plgpu.barrier_wait(p_loaded.at[warpgroup])
+            spread = lax.broadcast_in_dim(p[warpgroup], (SHARE, COLUMNS), (0,))
             results = [result * spread for result in results]
         for number, result in enumerate(results):
             for part in range(PARTS):
                 at = row, column + number * COLUMNS + part * STORED, first, count
                 store(columns_of(result, part), stored.at[warpgroup], ladder.at[warpgroup], y_g, *at)
 
-    stages.run(tiles.items.items[0], lambda _: tiles.steps, tiles.load, compute)
+    stages.run(items.items[0], lambda _: tiles.steps, tiles.load, compute)

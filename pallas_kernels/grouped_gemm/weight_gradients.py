@@ -58,7 +58,7 @@ def weight_gradient(
     ]
     (dw,) = launch(
         lambda *refs: kernel(*refs, tiles=tiles, interpret=interpret),
-        *(*plan.sums(group_sizes), x, dy),
+        *(plan.sums(group_sizes), x, dy),
         name="grouped_weight_gradient",
         out=[jax.ShapeDtypeStruct((G, D, F), dtype)],
         grid={"program": programs(interpret)},
@@ -91,10 +91,9 @@ class Rows(NamedTuple):
         return row, lax.max(self.start, top) - row, lax.min(self.end, top + DEPTH) - row
 
 
-def kernel(*refs, tiles: tuple[int, int], interpret: bool):
-    groups, (x_g, dy_g, dw_g, x, dy, stored, barriers, cut) = plan.Sums(*refs[:3]), refs[3:]
+def kernel(groups, x_g, dy_g, dw_g, x, dy, stored, barriers, cut, *, tiles: tuple[int, int], interpret: bool):
     (down, across), accumulators = tiles, dy.shape[1]
-    ring = Ring(*barriers, x.shape[0], interpret)
+    shared = Ring(barriers, x.shape[0], interpret)
     rank = lambda item: lax.div(item, down * across)
     rows = lambda item: Rows(groups.start[rank(item)], groups.end[rank(item)], x_g.shape[0])
 
@@ -117,13 +116,13 @@ def kernel(*refs, tiles: tuple[int, int], interpret: bool):
         return start
 
     def compute(item, warpgroup, turn):
-        of_group, (row, column) = rows(item), place(item)
+        of_group, (down_to, column) = rows(item), place(item)
 
         def pairs(step, slot):
             _, first, last = of_group.stage(step)
 
             @pl.when((first > 0) | (last < DEPTH))
-            def _():
+            def clear_rows_of_others():
                 keep_rows(x.at[slot, warpgroup], first, last)
                 # Both read all of dy: each clears its share of it, and waits for the other.
                 for number in range(accumulators):
@@ -134,14 +133,14 @@ def kernel(*refs, tiles: tuple[int, int], interpret: bool):
 
             return [(Transposed(x.at[slot, warpgroup]), dy.at[slot, number]) for number in range(accumulators)]
 
-        sums = ring.sum([(SHARE, COLUMNS)] * accumulators, turn, of_group.stages, pairs)
-        matrix, row = dw_g.at[groups.group[rank(item)]], pl.multiple_of(row + warpgroup * SHARE, SHARE)
+        sums = shared.sum([(SHARE, COLUMNS)] * accumulators, turn, of_group.stages, pairs)
+        matrix, row = dw_g.at[groups.group[rank(item)]], pl.multiple_of(down_to + warpgroup * SHARE, SHARE)
         for number, result in enumerate(sums):
             for part in range(PARTS):
                 at = row, column + number * COLUMNS + part * STORED
                 store(columns_of(result, part), stored.at[warpgroup], None, matrix, *at, first=0, count=SHARE)
 
-    ring.run(groups.group.shape[0] * down * across, lambda item: rows(item).stages, load, compute)
+    shared.run(groups.group.shape[0] * down * across, lambda item: rows(item).stages, load, compute)
 
 
 def keep_rows(ref, first, last):

@@ -21,7 +21,8 @@ class Xla:
 
     def product(self, x, w, group_sizes, *, dtype, transposed=False, row_weights=None) -> jax.Array:
         pairs = zip(x, w, strict=True) if isinstance(x, tuple) else [(x, w)]
-        y = sum(wide_product(x, w.mT if transposed else w, group_sizes) for x, w in pairs)
+        terms = [wide_product(x, w.mT if transposed else w, group_sizes) for x, w in pairs]
+        y = sum(terms[1:], start=terms[0])
         return (y if row_weights is None else y * row_weights[:, None]).astype(dtype)
 
     def gated_product(self, x, gate, up, group_sizes, *, activation: Activation) -> jax.Array:

@@ -67,7 +67,7 @@ def gated_gradients(
     """All rows and widths as `product` needs them. Rows after the last group are not written."""
     C, F = da.shape
     tile_columns = F // COLUMNS
-    items = plan.products(group_sizes, C, height=ROWS, columns=tile_columns, band=BAND)
+    items = plan.items(group_sizes, C, height=ROWS, columns=tile_columns, band=BAND)
     stages = deepest(stage_bytes(2), besides=2 * (2 * ROWS * STORED + ROWS * COLUMNS) + 2 * 4 * ROWS)
     scratch = [
         *operands(stages, 2),
@@ -121,4 +121,4 @@ def kernel(items, x_g, matrices_g, da_g, p_g, *refs, with_slopes: WithSlopes, in
         target = shares_g.at[items.tile[item], items.column[item], pl.ds(warpgroup * SHARE, SHARE)]
         plgpu.copy_smem_to_gmem(shares.at[warpgroup], target)
 
-    stages.run(items.items[0], lambda _: tiles.steps, tiles.load, compute)
+    stages.run(items.count[0], lambda _: tiles.steps, tiles.load, compute)

@@ -25,10 +25,8 @@ REGISTERS = {"producer": 24, "consumer": 240}
 """Of a thread: a multiprocessor has 65,536 for three times 128."""
 SHARED = 232448 - 1024
 """Bytes of shared memory for arrays; the rest is for barriers."""
-
-
 PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
+"""Multiprocessors of an H100 or H200. Where there are fewer, some programs begin when others have ended."""
 INTERPRETED_PROGRAMS = 1
 """In the interpreter, which runs one after the other and compiles each anew."""
 
@@ -67,15 +65,15 @@ class Ring:
     def consumed(self):
         return self.barriers[1]
 
-    def run(self, items, steps: Callable, load: Callable, compute: Callable) -> None:
-        """Works through this program's share of so many items.
+    def run(self, count, steps: Callable, load: Callable, compute: Callable) -> None:
+        """Works through this program's share of `count` items.
 
         steps(item): how many stages it needs. load(item)(step, slot, barrier): starts the copies of one.
         compute(item, warpgroup, turn): takes its stages by `sum` and writes the result.
         """
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         others = programs(self.interpret)
-        share = lax.div(items - program + others - 1, others)
+        share = lax.div(count - program + others - 1, others)
         each = lambda body: lax.fori_loop(0, share, lambda n, turn: body(program + n * others, turn), 0)
 
         @pl.when(warpgroup == CONSUMERS)

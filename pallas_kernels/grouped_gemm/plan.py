@@ -19,7 +19,7 @@ ALIGN = 8
 """Rows of a swizzled tile in shared memory: where a copy of rows may start."""
 
 
-class Products(NamedTuple):
+class Items(NamedTuple):
     """Items of a product, in the order in which they are dealt out: a tile of rows times a tile of columns."""
 
     group: Int[Array, " N"]
@@ -32,7 +32,7 @@ class Products(NamedTuple):
     """Number of the row tile, over all groups."""
     column: Int[Array, " N"]
     """Number of the column tile."""
-    items: Int[Array, "1"]
+    count: Int[Array, "1"]
     """How many there are; what is listed after them is not to be used."""
 
 
@@ -41,7 +41,7 @@ def most_tiles(rows: int, groups: int, height: int) -> int:
     return (rows + min(rows, groups) * (ALIGN - 1 + height - 1)) // height
 
 
-def products(group_sizes: Int[Array, " G"], rows: int, *, height: int, columns: int, band: int) -> Products:
+def items(group_sizes: Int[Array, " G"], rows: int, *, height: int, columns: int, band: int) -> Items:
     """Items of all groups: `rows` (a multiple of ALIGN, at least `height`) times so many column tiles.
 
     All items cost the same, so that what order can win is traffic: programs run neighbours in the list at the same time.
@@ -60,11 +60,11 @@ def products(group_sizes: Int[Array, " G"], rows: int, *, height: int, columns: 
     top = anchors[group] + height * tile
     row = jnp.minimum(top, rows - height)
     first, last = jnp.maximum(starts[group], top) - row, jnp.minimum(ends[group], top + height) - row
-    return Products(group, row, first, last, before + tile, number // in_band, jnp.sum(tiles, keepdims=True) * columns)
+    return Items(group, row, first, last, before + tile, number // in_band, jnp.sum(tiles, keepdims=True) * columns)
 
 
 def places(group_sizes: Int[Array, " G"], rows: int, *, height: int) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
-    """For each of `rows` rows the number of its tile among those of `products`, and its place there.
+    """For each of `rows` rows the number of its tile among those of `items`, and its place there.
 
     Rows after the last group get some place inside some tile.
     """

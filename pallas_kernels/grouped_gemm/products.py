@@ -56,7 +56,7 @@ def product(
     C, F = len(rows[0]), matrices[0].shape[1 if transposed else 2]
     accumulators = 2 if activation or F % (2 * COLUMNS) == 0 else 1
     width = COLUMNS if activation else accumulators * COLUMNS
-    items = plan.products(group_sizes, C, height=ROWS, columns=F // width, band=BAND)
+    items = plan.items(group_sizes, C, height=ROWS, columns=F // width, band=BAND)
     bytes_stored = ROWS * STORED * jnp.dtype(dtype).itemsize
     stages = deepest(stage_bytes(accumulators), besides=2 * bytes_stored + 4 * ROWS)
     scratch = [
@@ -106,4 +106,4 @@ def kernel(items, rows_g, matrices_g, p_g, y_g, *scratch, width: int, transposed
                 at = row, column + number * COLUMNS + part * STORED, first, count
                 store(columns_of(result, part), stored.at[warpgroup], ladder.at[warpgroup], y_g, *at)
 
-    stages.run(items.items[0], lambda _: tiles.steps, tiles.load, compute)
+    stages.run(items.count[0], lambda _: tiles.steps, tiles.load, compute)

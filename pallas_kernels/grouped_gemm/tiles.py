@@ -54,7 +54,7 @@ def stage_bytes(accumulators: int) -> int:
 class Tiles(NamedTuple):
     """Sums over sources and their depth of x times a matrix, or its transpose; `width` columns an item."""
 
-    items: plan.Products
+    items: plan.Items
     sources: list[Source]
     x: Any
     w: Any

@@ -16,7 +16,7 @@ ROWS, GROUPS, HEIGHT, BAND = 160, 6, 16, 3
 ends = st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS).map(sorted)
 sizes_of_groups = ends.map(lambda ends: np.diff(ends, prepend=0))
 column_tiles = st.sampled_from([1, 4])
-planned = jax.jit(plan.products, static_argnums=1, static_argnames=("height", "columns", "band"))
+planned = jax.jit(plan.items, static_argnums=1, static_argnames=("height", "columns", "band"))
 
 
 def items(sizes, columns, rows=ROWS):
@@ -26,7 +26,7 @@ def items(sizes, columns, rows=ROWS):
     assert all(x.dtype == np.int32 for x in arrays)
     (count,) = arrays.pop()
     assert count <= len(arrays[0])
-    return plan.Products(*(x[:count] for x in arrays), items=count)
+    return plan.Items(*(x[:count] for x in arrays), count=count)
 
 
 @settings(deadline=None, max_examples=60)
@@ -62,7 +62,7 @@ def test_tiles_are_as_few_as_starts_at_whole_copies_allow(sizes, columns):
     made = items(sizes, columns)
     starts = np.cumsum(sizes) - sizes
     needed = [-(-(size + start % ALIGN) // HEIGHT) for size, start in zip(sizes, starts, strict=True) if size]
-    assert made.items == sum(needed) * columns
+    assert made.count == sum(needed) * columns
 
 
 @settings(deadline=None, max_examples=60)
@@ -80,7 +80,7 @@ def test_neighbours_are_columns_of_one_band_of_one_group(sizes, columns):
 def test_the_bound_on_tiles_is_reached_by_no_more_than_rounding():
     # One row in each group, as badly placed as can be, and the rest in one.
     sizes = [1] * 63 + [65]
-    assert items(sizes, 1, rows=128).items <= plan.most_tiles(128, 64, HEIGHT)
+    assert items(sizes, 1, rows=128).count <= plan.most_tiles(128, 64, HEIGHT)
     assert plan.most_tiles(8192 * 16, 112, 128) - 1024 == 117  # K3 on 8 ranks: about one tile a group
 
 
@@ -98,4 +98,4 @@ def test_dealt_in_turn_shares_differ_by_at_most_the_largest_group(sizes, tiles, 
 
 @pytest.mark.quick
 def test_without_rows_there_is_no_item():
-    assert items([0] * GROUPS, 4).items == 0
+    assert items([0] * GROUPS, 4).count == 0

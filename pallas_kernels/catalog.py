@@ -1,6 +1,7 @@
 """Every kernel with its block sizes, the work it does for a stated shape, and arguments to compile it with.
 
-B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value dim.
+B batch, T tokens, H heads, N chunks, C tokens of a chunk, K key dim, V value dim; of experts: C rows, G experts, D latent,
+F hidden.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import grouped_gemm
+from pallas_kernels.grouped_gemm import tiles, weight_gradients
 from pallas_kernels.kda import chunk_gradients, decode, pair_gradients, prepare, recurrence, reverse
 from pallas_kernels.kda.decays import CHUNK
 
 
 class Shape(NamedTuple):
-    """A KDA problem; the default is 8,192 tokens of one K3 layer."""
+    """The default is 8,192 tokens of one K3 layer, and of its experts those of one rank of eight."""
 
     batch: int = 1
     tokens: int = 8192
     heads: int = 96
     key_dim: int = 128
     value_dim: int = 128
+    experts: int = 112
+    experts_per_token: int = 16
+    latent: int = 3584
+    expert_hidden: int = 3072
 
 
 class Kernel(NamedTuple):
@@ -41,13 +48,49 @@ class Kernel(NamedTuple):
         return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 
 
+def half(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def full(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 def kernels(shape: Shape) -> list[Kernel]:
-    """All kernels at this shape; tokens are rounded up to whole chunks."""
-    B, T, H, K, V = shape
+    """All kernels at this shape."""
+    return kda_kernels(shape) + expert_kernels(shape)
+
+
+def expert_kernels(shape: Shape) -> list[Kernel]:
+    """Those of grouped products; every rank has as many rows as its tokens have experts."""
+    C, G, D, F = shape.batch * shape.tokens * shape.experts_per_token, shape.experts, shape.latent, shape.expert_hidden
+    x, hidden, sizes = half(C, D), half(C, F), jax.ShapeDtypeStruct((G,), jnp.int32)
+    into, out_of = half(G, D, F), half(G, F, D)
+    # Costs what K3's activation does.
+    situ = lambda gate, up: jnp.tanh(gate) * jax.nn.sigmoid(gate) * jnp.tanh(up)
+    with_slopes = lambda gate, up: (situ(gate, up), situ(gate, up) * (1 - gate), situ(gate, up) * (1 - up))
+    down = lambda x, w, sizes, p: grouped_gemm.grouped_product(x, w, sizes, row_weights=p, dtype=jnp.float32)
+    back = partial(grouped_gemm.grouped_product, transposed=True)
+    pull = partial(grouped_gemm.gated_gradients, with_slopes=with_slopes)
+    gated, blocks, one = partial(grouped_gemm.gated_product, activation=situ), tiles.BLOCKS, 2 * C * D * F
+    return [
+        Kernel("grouped_product", blocks, grouped_gemm.grouped_product, (x, into, sizes), one),
+        Kernel("grouped_product, weighted", blocks, down, (hidden, out_of, sizes, full(C)), one),
+        Kernel("grouped_product, transposed", blocks, back, (x, out_of, sizes), one),
+        Kernel("grouped_product, of two", blocks, back, ((hidden,) * 2, (into,) * 2, sizes), 2 * one),
+        Kernel("grouped_gated_product", blocks, gated, (x, into, into, sizes), 2 * one),
+        Kernel("grouped_gated_gradients", blocks, pull, (x, into, into, hidden, full(C), sizes), 2 * one),
+        Kernel(
+            "grouped_weight_gradient", weight_gradients.BLOCKS, grouped_gemm.weight_gradient, (x, hidden, sizes), one
+        ),
+    ]
+
+
+def kda_kernels(shape: Shape) -> list[Kernel]:
+    """Those of KDA; tokens are rounded up to whole chunks."""
+    B, T, H, K, V = shape[:5]
     C = CHUNK
     N = -(-T // C)
-    half: Any = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
-    full: Any = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     key, value = half(B, N * C, H, K), half(B, N * C, H, V)
     first = jax.ShapeDtypeStruct((B, N * C), jnp.int32)
     beta, state = full(B, H, N * C), full(B, H, K, V)

@@ -22,8 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m pallas_kernels.inspect", description="What each GPU kernel is and costs.")
     for name, default in Shape()._asdict().items():
         allowed = (64, 128) if name.endswith("_dim") else None
+        kind = whole_tiles if name in ("latent", "expert_hidden") else positive
         words = f"{name.replace('_', ' ')} of the stated shape (default {default})"
-        parser.add_argument("--" + name.replace("_", "-"), type=positive, default=default, choices=allowed, help=words)
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default, choices=allowed, help=words)
     shape = Shape(**vars(parser.parse_args(arguments)))
     missing = aot.what_is_missing()
     if missing is None:
@@ -53,6 +54,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def whole_tiles(text: str) -> int:
+    value = positive(text)
+    if value % 128:
+        raise argparse.ArgumentTypeError(f"{text} must be a multiple of 128")
     return value
 
 

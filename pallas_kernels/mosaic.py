@@ -82,29 +82,36 @@ def pieces(x: jax.Array, count: int) -> list[jax.Array]:
 
 def launch(
     body,
-    *arguments: jax.Array,
+    *arguments: Any,
     name: str,
     out: Sequence[jax.ShapeDtypeStruct],
     grid: dict[str, int],
     scratch: Sequence,
     interpret: bool,
+    warpgroups: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs `body(*inputs, *outputs, *scratch)`, references all, once for each point of the named grid.
+
+    An argument may be a tree of arrays; its input is the same tree of references.
+    With `warpgroups`, by as many at once, which share the scratch; their axis is named "warpgroup".
 
     Inside shard_map the results vary over the mesh axes that any argument varies over.
     """
     semantics = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    arrays, tree = jax.tree.flatten(arguments)
     results = plgpu.kernel(
-        body,
+        lambda *refs: body(*jax.tree.unflatten(tree, refs[: len(arrays)]), *refs[len(arrays) :]),
         out_type=tuple(out),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         scratch_types=list(scratch),
+        num_threads=warpgroups,
+        thread_name="warpgroup" if warpgroups else None,
         kernel_name=name,
         compiler_params=None if interpret else semantics,
         interpret=InterpretParams() if interpret else None,
-    )(*arguments)
+    )(*arrays)
     # Mosaic types them as varying over nothing.
-    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in arguments))
+    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
     missing = [tuple(sorted(varying - jax.typeof(x).mat.varying)) for x in results]
     return tuple(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(results, missing, strict=True))

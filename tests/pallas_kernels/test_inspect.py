@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels import aot, inspect
-from pallas_kernels.catalog import Shape, kernels
+from pallas_kernels.catalog import Shape, expert_kernels, kda_kernels, kernels
 
 
 def test_every_kernel_is_listed_with_blocks_bytes_and_roofline(monkeypatch, capsys):
@@ -34,11 +34,18 @@ def test_bytes_leave_out_what_a_kernel_is_given_and_does_not_read():
 
 
 def test_work_grows_with_whole_chunks_of_tokens():
-    work = lambda tokens: [kernel.operations for kernel in kernels(Shape(tokens=tokens))]
+    work = lambda tokens: [kernel.operations for kernel in kda_kernels(Shape(tokens=tokens))]
     assert work(65) == [2 * x for x in work(64)]
 
 
-@pytest.mark.parametrize("argument", ["--tokens=0", "--key-dim=60", "--heads=many"])
+def test_experts_read_their_rows_and_all_their_weights():
+    shape = Shape(tokens=8, experts=3, experts_per_token=2, latent=128, expert_hidden=256)
+    (gated,) = (kernel for kernel in expert_kernels(shape) if kernel.name == "grouped_gated_product")
+    assert gated.bytes == 2 * (16 * 128 + 2 * 3 * 128 * 256 + 16 * 256) + 3 * 4
+    assert gated.operations == 2 * 16 * 128 * (2 * 256)
+
+
+@pytest.mark.parametrize("argument", ["--tokens=0", "--key-dim=60", "--latent=100", "--heads=many"])
 def test_a_bad_shape_exits_with_2(argument, capsys):
     with pytest.raises(SystemExit) as error:
         inspect.main([argument])

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from k3jax.compat import vary_like
 from k3jax.configs import KDA as KDA_KIND
 from k3jax.configs import ModelConfig
-from k3jax.layers.common import Draw, Placement, RMSNorm, Tokens, param, placements
+from k3jax.layers.common import Axes, Draw, Placement, RMSNorm, Tokens, param, placements
 from k3jax.layers.ffn import DenseFFN, LatentMoE, MoEStats, no_stats
 from k3jax.layers.kda import KDA
 from k3jax.layers.mla import MLA
@@ -30,14 +30,6 @@ from k3jax.layers.residual import DepthMix
 from k3jax.parallel.layout import Flag, StackLayout
 
 Params = dict[str, Any]
-
-
-class Axes(NamedTuple):
-    """Mesh axes that the model communicates over; None: not sharded."""
-
-    pipe: str | None = None
-    expert: str | None = None
-    context: str | None = None
 
 
 class Stream(NamedTuple):
@@ -257,7 +249,7 @@ def chunk(
     checkpoint: wraps one group of layers, the unit of recomputation; groups are scanned, so that the program does not
     grow with depth.
     """
-    tokens = Tokens(batch.segment_ids, batch.tokens, axes.context, axes.expert)
+    tokens = Tokens(batch.segment_ids, batch.tokens, axes)
     wrapped = checkpoint(functools.partial(run_group, config, layout))
 
     def group(stream, inputs):

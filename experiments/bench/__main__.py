@@ -10,6 +10,7 @@ from meshes.command_line import refuse
 BENCHMARKS = {
     "kda": "Kimi Delta Attention: implementations, errors, floor, ratio to tokamax",
     "kda_gpu": "the same by Hopper kernels: right or wrong, times, roofline, ratios to XLA and FLA",
+    "moe": "experts over ranks under skewed routings: rows, drops, bytes, ratios to exchanges without a plan",
     "hf": "a training step of a small Kimi Linear model, ratio to transformers",
 }
 

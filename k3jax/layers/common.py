@@ -16,24 +16,30 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 
+class Axes(NamedTuple):
+    """Mesh axes that the model communicates over; None: not sharded, and nothing is communicated."""
+
+    pipe: str | None = None
+    expert: str | None = None
+    context: str | None = None
+    exchange: str = "all_gather"
+    """How rows travel between experts: a name of `parallel.experts.EXCHANGES`."""
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["segment_ids", "ids"],
-    meta_fields=["context_axis", "expert_axis"],
+    meta_fields=["axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens of this rank, and the mesh axes over which their sequence and the experts are spread.
-
-    An axis that is None is not sharded: the layer then communicates nothing.
-    """
+    """The tokens of this rank, and the mesh axes over which they and the experts are spread."""
 
     segment_ids: Int[Array, "B T"]
     """Document of each token: non-decreasing along T and over context shards."""
     ids: Int[Array, "B T"]
     """Token ids, −1 for padding."""
-    context_axis: str | None = None
-    expert_axis: str | None = None
+    axes: Axes = Axes()
 
     @property
     def real(self) -> Bool[Array, "B T"]:

@@ -17,14 +17,13 @@ from jaxtyping import Array, Float, Int
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Draw, RMSNorm, Tokens, param
 from k3jax.ops.glu import gated_activation
-from k3jax.parallel.experts import run_experts
+from k3jax.parallel.experts import Load, run_experts
 from k3jax.parallel.routing import histogram, route
 
 
-def activation(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    if config.activation == "swiglu":
-        return gated_activation(gate, up, beta=None, linear_beta=None)
-    return gated_activation(gate, up, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+def betas(config: ModelConfig) -> tuple[float | None, float | None]:
+    """Of `gated_activation`."""
+    return (None, None) if config.activation == "swiglu" else (config.situ_beta, config.situ_linear_beta)
 
 
 class DenseFFN(nnx.Module):
@@ -40,13 +39,14 @@ class DenseFFN(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], tokens: Tokens) -> Float[Array, "B T D"]:
         def whole(weight, dim):
-            if self.sharded and tokens.expert_axis is not None:
-                return lax.all_gather(weight[...], tokens.expert_axis, axis=dim, tiled=True)
+            if self.sharded and tokens.axes.expert is not None:
+                return lax.all_gather(weight[...], tokens.axes.expert, axis=dim, tiled=True)
             return weight[...]
 
         gate = checkpoint_name(x_BTD @ whole(self.gate, 1), f"{self.name}.gate")
         up = checkpoint_name(x_BTD @ whole(self.up, 1), f"{self.name}.up")
-        return activation(self.config, gate, up) @ whole(self.down, 0)
+        beta, linear_beta = betas(self.config)
+        return gated_activation(gate, up, beta=beta, linear_beta=linear_beta) @ whole(self.down, 0)
 
 
 class MoEStats(NamedTuple):
@@ -54,8 +54,8 @@ class MoEStats(NamedTuple):
 
     histogram_EN: Int[Array, "E N"]
     """Quantile balancing's histogram of cutoff minus score, N bins."""
-    rows: Int[Array, ""]
-    """Rows that this rank's experts computed."""
+    load: Load
+    """Rows of this rank's experts."""
 
 
 class LatentMoE(nnx.Module):
@@ -86,14 +86,15 @@ class LatentMoE(nnx.Module):
         routes = route(x_ND, self.router[...], bias_E, real_N, k=c.experts_per_token, scaling=c.routed_scaling)
         z_NL = x_ND if c.latent_size is None else x_ND @ self.latent_down[...]
         z_NL = checkpoint_name(z_NL, "moe.dispatch_in")
-        u_NL, rows = run_experts(
+        u_NL, load = run_experts(
             z_NL,
             routes.experts_Nk,
             routes.weights_Nk,
             (self.expert_gate[...], self.expert_up[...], self.expert_down[...]),
-            lambda gate, up: activation(c, gate, up),
+            betas=betas(c),
             num_experts=c.num_experts,
-            axis_name=tokens.expert_axis,
+            axis_name=tokens.axes.expert,
+            exchange=tokens.axes.exchange,
         )
         u_NL = checkpoint_name(u_NL, "moe.combined")
         if c.latent_size is None:
@@ -103,10 +104,12 @@ class LatentMoE(nnx.Module):
         y_BTD = y_ND.reshape(B, T, D)
         if c.shared_experts:
             y_BTD = y_BTD + self.shared(x_BTD, tokens)
-        stats = MoEStats(histogram(routes, bias_E, real_N, bins=c.balance_bins), rows)
+        stats = MoEStats(histogram(routes, bias_E, real_N, bins=c.balance_bins), load)
         return y_BTD, jax.tree.map(lax.stop_gradient, stats)
 
 
 def no_stats(config: ModelConfig) -> MoEStats:
     """What a layer without experts counts."""
-    return MoEStats(jnp.zeros((config.num_experts, config.balance_bins), jnp.int32), jnp.zeros((), jnp.int32))
+    none = lambda *shape: jnp.zeros(shape, jnp.int32)
+    E = config.num_experts
+    return MoEStats(none(E, config.balance_bins), Load(none(), none(), none(E)))

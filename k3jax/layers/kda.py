@@ -67,10 +67,10 @@ class KDA(nnx.Module):
         weights = jnp.concatenate([self.q_proj[...], self.k_proj[...], self.v_proj[...]], -1)
         filters = jnp.concatenate([self.q_conv[...], self.k_conv[...], self.v_conv[...]], -1)
         qkv = checkpoint_name(jnp.einsum("btd,hdk->bthk", x_BTD, weights), "kda.qkv")
-        if tokens.context_axis is None:
+        if tokens.axes.context is None:
             qkv = short_conv(qkv, filters, tokens.segment_ids)
         else:
-            qkv = short_conv_context_parallel(qkv, filters, tokens.segment_ids, axis_name=tokens.context_axis)
+            qkv = short_conv_context_parallel(qkv, filters, tokens.segment_ids, axis_name=tokens.axes.context)
         q, k, v = jnp.split(jax.nn.silu(qkv.astype(fp32)), [K, 2 * K], -1)
         q, k = l2_normalize(q).astype(dtype), l2_normalize(k).astype(dtype)
 
@@ -83,8 +83,8 @@ class KDA(nnx.Module):
         beta = jax.nn.sigmoid(matmul(x32_BTD, self.beta_proj[...]))
 
         run = kda
-        if tokens.context_axis is not None:
-            run = functools.partial(kda_context_parallel, axis_name=tokens.context_axis)
+        if tokens.axes.context is not None:
+            run = functools.partial(kda_context_parallel, axis_name=tokens.axes.context)
         o, _ = run(q, k, v.astype(dtype), g, beta, segment_ids=tokens.segment_ids, gate_lower_bound=c.gate_lower_bound)
         o = checkpoint_name(o, "kda.o")
         if c.output_gate_rank is None:

@@ -58,11 +58,11 @@ class MLA(nnx.Module):
         latent_BTL, shared_BTP = jnp.split(x_BTD @ self.kv_down[...], [c.kv_lora_rank], -1)
         kv = checkpoint_name(jnp.concatenate([self.kv_norm(latent_BTL), shared_BTP], -1), "mla.latent")
         segments_BT, offset = tokens.segment_ids, 0
-        if tokens.context_axis is not None:
+        if tokens.axes.context is not None:
             # Before: this shard's latents. After: those of all shards, (L + P) numbers a token.
-            kv = lax.all_gather(kv, tokens.context_axis, axis=1, tiled=True)
-            segments_BS = lax.all_gather(segments_BT, tokens.context_axis, axis=1, tiled=True)
-            offset = lax.axis_index(tokens.context_axis) * x_BTD.shape[1]
+            kv = lax.all_gather(kv, tokens.axes.context, axis=1, tiled=True)
+            segments_BS = lax.all_gather(segments_BT, tokens.axes.context, axis=1, tiled=True)
+            offset = lax.axis_index(tokens.axes.context) * x_BTD.shape[1]
         else:
             segments_BS = segments_BT
         latent_BSL, shared_BSP = jnp.split(kv, [c.kv_lora_rank], -1)

@@ -34,7 +34,16 @@ def _ranks(step: TrainStep) -> Rows:
             "on one rank",
             f"{config.microbatches} microbatches of {sequences} x {config.seq_len // mesh.context} tokens",
         ),
+        ("experts", _experts(step)),
     ]
+
+
+def _experts(step: TrainStep) -> str:
+    ranks, experts = step.resolved.mesh.expert, step.config.model.num_experts
+    if ranks == 1:
+        return f"all {experts} on every rank"
+    home = experts // ranks
+    return f"{home} of {experts} on a rank, room for {home} replicas; rows travel by {step.axes.exchange}"
 
 
 def _schedule(step: TrainStep) -> Rows:

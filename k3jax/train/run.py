@@ -223,6 +223,9 @@ class Run:
             "tokens_per_second": int(values["tokens"]) / seconds,
             "bubble_fraction": self.train_step.resolved.schedule.bubble_fraction(lockstep=True),
             "moe_rows_max_over_mean": float(values["moe_rows_max_over_mean"]),
+            "moe_max_vio": float(values["moe_max_vio"]),
+            "moe_replicas": int(values["moe_replicas"]),
+            "moe_dropped": int(values["moe_dropped"]),
             "skipped": self._skipped,
         }
         if evaluate:

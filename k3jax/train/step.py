@@ -21,16 +21,17 @@ from jax.sharding import PartitionSpec as P
 from k3jax import model as lm
 from k3jax import optim
 from k3jax.activations.leaves import tagged_names
-from k3jax.model import Axes, Batch
+from k3jax.layers.common import Axes
+from k3jax.model import Batch
 from k3jax.optim.groups import path_name
 from k3jax.parallel import pipeline
+from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import build
 from k3jax.sharding import param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
 from meshes import AXES, MeshSpec
 
-AXES_OF_MODEL = Axes("pipe", "expert", "context")
 TOKENS = P(None, ("data", "expert"), "context")
 STACKED = P("pipe")
 
@@ -59,8 +60,7 @@ class Gradients(NamedTuple):
     """Quantile balancing's counts of every slot, {p: [S, V, J, E, N]}."""
     tokens: jax.Array
     """Real tokens of the batch."""
-    rows_max_over_mean: jax.Array
-    """Rows of the busiest rank over the mean rank's, in the worst MoE layer."""
+    experts: LoadMetrics
 
 
 def make_train_step(config: StepConfig, mesh: Mesh | AbstractMesh) -> TrainStep:
@@ -78,6 +78,8 @@ class TrainStep:
         self.config, self.mesh = config, mesh
         self.resolved = config.resolve(MeshSpec(**{axis: mesh.shape[axis] for axis in AXES}))
         self.layout = self.resolved.layout
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(platform))
         self.specs = param_specs(config.model)
         self.learning_rate = learning_rate_schedule(config)
         self.optimizer = make_optimizer(config, self.learning_rate)
@@ -162,7 +164,7 @@ class TrainStep:
             grad_norm=norm,
             learning_rate=self.learning_rate(optimizer_count(state)),
             tokens=out.tokens,
-            moe_rows_max_over_mean=out.rows_max_over_mean,
+            **{f"moe_{name}": value for name, value in out.experts._asdict().items()},
             finite=finite,
             grad_finite=jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(out.grads)]),
         )
@@ -201,14 +203,14 @@ class TrainStep:
         outcome = pipeline.run(schedule, *self._program(params, balance, flags, batch), cotangent)
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
         stats = outcome.counts
-        rows = jnp.stack([layer.rows for layer in stats.values()])
+        loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
             reduce_gradients(grads, self.specs),
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             tokens,
-            rows_max_over_mean(rows),
+            load_metrics(loads),
         )
 
     def _program(self, params, balance, flags, batch: Batch) -> tuple[pipeline.Program, Any]:
@@ -222,7 +224,7 @@ class TrainStep:
         microbatch = lambda m: pipeline.take(batch, m)
 
         def embed(params, m):
-            return lm.embed(params, microbatch(m).tokens, num_blocks=config.num_blocks, axes=AXES_OF_MODEL, dtype=dtype)
+            return lm.embed(params, microbatch(m).tokens, num_blocks=config.num_blocks, axes=self.axes, dtype=dtype)
 
         def chunk(weights, stream, extras):
             bias, slot_flags, tokens = extras
@@ -234,7 +236,7 @@ class TrainStep:
                 bias,
                 slot_flags,
                 tokens,
-                axes=AXES_OF_MODEL,
+                axes=self.axes,
                 checkpoint=checkpoint,
             )
 
@@ -242,7 +244,7 @@ class TrainStep:
             return pipeline.take((balance, flags), v) + (microbatch(m),)
 
         def head(params, stream, m, is_last):
-            return lm.head_loss(config, params, stream, microbatch(m), axes=AXES_OF_MODEL, is_last=is_last)
+            return lm.head_loss(config, params, stream, microbatch(m), axes=self.axes, is_last=is_last)
 
         return pipeline.Program(embed, chunk, extras, head), params
 
@@ -260,16 +262,6 @@ class TrainStep:
         shardings = jax.tree_util.tree_map_with_path(lambda p, a: NamedSharding(self.mesh, spec_of(p, a)), state)
         stacked = jax.tree.map(lambda _: NamedSharding(self.mesh, STACKED), state.balance)
         return shardings._replace(balance=stacked)
-
-
-def rows_max_over_mean(rows: jax.Array) -> jax.Array:
-    """Busiest rank over mean rank of the expert computation, for the worst layer of the model; 1 without MoE layers."""
-    most, total = lax.pmax(rows, pipeline.REPLICAS), lax.psum(rows, pipeline.REPLICAS)
-    ranks = 1
-    for axis in pipeline.REPLICAS:
-        ranks *= lax.axis_size(axis)
-    ratio = jnp.where(total > 0, most * ranks / jnp.maximum(total, 1), 1.0)
-    return lax.pmax(ratio.max(), "pipe")
 
 
 def global_norm(grads: Any) -> jax.Array:

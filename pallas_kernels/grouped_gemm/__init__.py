@@ -2,11 +2,10 @@
 
 from pallas_kernels.grouped_gemm.api import (
     GatedGradients,
-    NotTaken,
     gated_gradients,
     gated_product,
     grouped_product,
     weight_gradient,
 )
 
-__all__ = ["GatedGradients", "NotTaken", "gated_gradients", "gated_product", "grouped_product", "weight_gradient"]
+__all__ = ["GatedGradients", "gated_gradients", "gated_product", "grouped_product", "weight_gradient"]

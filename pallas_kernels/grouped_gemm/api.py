@@ -4,7 +4,7 @@ C rows, sorted by group; G groups of any sizes, also empty ones; D and F widths.
 
 x, dy and all matrices are bfloat16, row weights float32, group sizes int32 and at most C in all. Sums are made in float32.
 Rows after the last group: what they hold is not used, and of results they are not written (unspecified). `interpret`: run in
-Mosaic's interpreter on CPU. All functions raise NotTaken, a ValueError, for other dtypes and for widths that are not whole
+Mosaic's interpreter on CPU. All functions raise ValueError for other dtypes and for widths that are not whole
 blocks: of 64 where they are summed over, else of 128.
 """
 
@@ -22,10 +22,6 @@ from pallas_kernels.grouped_gemm.gated_gradients import GatedGradients, WithSlop
 from pallas_kernels.grouped_gemm.plan import ALIGN
 from pallas_kernels.grouped_gemm.products import Activation
 from pallas_kernels.grouped_gemm.tiles import COLUMNS, DEPTH, ROWS
-
-
-class NotTaken(ValueError):
-    """These kernels do not take such arrays; another implementation may."""
 
 
 def grouped_product(
@@ -129,21 +125,23 @@ def check_gated(x, gate, up, group_sizes, *, row_weights=None, more=None) -> Non
 
 
 def check(arrays, *, group_sizes, widths, row_weights=None, dtype=jnp.bfloat16) -> None:
-    """Raises NotTaken, naming what was got and what is needed; arrays by name, each with the shape it must have."""
+    """Raises ValueError, naming what was got and what is needed; arrays by name, each with the shape it must have."""
     for name, (width, multiple) in widths.items():
         if width == 0 or width % multiple:
-            raise NotTaken(f"{name} = {width}; these kernels need a multiple of {multiple}. Use another implementation")
+            raise ValueError(
+                f"{name} = {width}; these kernels need a multiple of {multiple}. Use another implementation"
+            )
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        raise NotTaken(
+        raise ValueError(
             f"dtype={jnp.dtype(dtype)}: these kernels write bfloat16 and float32. Use another implementation"
         )
     sizes, groups = group_sizes
     rows = next(iter(arrays.values()))[1][0]
     if rows == 0 or groups == 0:
-        raise NotTaken(f"{rows} rows and {groups} groups; these kernels need one of each. Use another implementation")
+        raise ValueError(f"{rows} rows and {groups} groups; these kernels need one of each. Use another implementation")
     needed = {name: (array, shape, jnp.bfloat16) for name, (array, shape) in arrays.items()}
     needed |= {"row_weights": (row_weights, (rows,), jnp.float32), "group_sizes": (sizes, (groups,), jnp.int32)}
     for name, (array, shape, kind) in needed.items():
         if array is not None and (array.shape != shape or array.dtype != kind):
             got, right = f"{array.dtype}{list(array.shape)}", f"{jnp.dtype(kind)}{list(shape)}"
-            raise NotTaken(f"{name} is {got}; these kernels need {right} here. Use another implementation")
+            raise ValueError(f"{name} is {got}; these kernels need {right} here. Use another implementation")

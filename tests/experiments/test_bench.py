@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments.bench import hf, kda, kda_gpu
+from experiments.bench import hf, kda, kda_gpu, moe
 
 
 def records(capsys, *argv):
@@ -116,6 +116,45 @@ def test_the_comparison_with_transformers_says_what_it_lacks(argv, said, capsys,
     monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not installed
     with pytest.raises(SystemExit) as stop:
         hf.main(argv)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_moe_benchmark_shows_balance_and_drops(capsys):
+    moe.main("--rounds=1 --json --tokens=16 --experts=8 --latent=8 --hidden=8 --experts-per-token=2".split())
+    said = json.loads(capsys.readouterr().out)
+    found = {(r["skew"], r["exchange"]): r for r in said["records"]}
+    assert len(found) == 12 and all(r["median_ms"] > 0 and r["received_bytes_per_rank"] > 0 for r in found.values())
+    for (_, exchange), record in found.items():
+        assert sum(record["rows"]) + round(record["dropped"] * 128) == 128
+        if exchange == "moonep":
+            assert record["rows"] == [32] * 4
+        if exchange != "capacity 1.25":
+            assert record["dropped"] == 0
+    assert found["one hot expert", "exact all-gather"]["rows_max_over_mean"] > 1.5
+    assert found["one hot expert", "capacity 1.25"]["dropped"] > 0.2
+
+
+def test_moe_benchmark_draws_loads(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which the extra `notebooks` brings")
+    moe.draw_loads(moe.BenchMoe(), tmp_path / "loads.png")
+    assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--ranks=3"], "--experts=32 must be a multiple of --ranks=3"),
+        (["--tokens=0"], "--tokens=0 must be at least 1"),
+        (["--skews", "hot"], "['hot']: choose of uniform"),
+        (["--experts-per-token=32"], "must be at most 24"),
+        (["--picture=x.nothing"], "--picture=x.nothing"),
+    ],
+)
+def test_moe_mistakes_are_one_line(argv, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        moe.main(argv)
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1

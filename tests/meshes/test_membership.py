@@ -21,7 +21,7 @@ GROUPS = {
 
 
 @given(spec=specs)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_groups_partition_the_ranks(spec):
     everyone = [membership(spec, rank) for rank in range(spec.num_devices)]
     for group, along in GROUPS.items():
@@ -32,7 +32,7 @@ def test_groups_partition_the_ranks(spec):
 
 
 @given(spec=specs, virtual=small, data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_one_rank_agrees_with_a_grid_of_ranks(spec, virtual, data):
     grid = np.arange(spec.num_devices).reshape(tuple(spec.sizes.values()))
     rank = data.draw(st.integers(0, spec.num_devices - 1))
@@ -45,7 +45,7 @@ def test_one_rank_agrees_with_a_grid_of_ranks(spec, virtual, data):
 
 
 @given(spec=specs, virtual=small)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_every_pipeline_holds_every_chunk_once_and_hands_it_to_the_holder_of_the_next(spec, virtual):
     everyone = [membership(spec, rank, virtual) for rank in range(spec.num_devices)]
     for pipeline in {who.pipeline for who in everyone}:

@@ -6,7 +6,7 @@ import sys
 
 import jax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
@@ -35,7 +35,6 @@ def test_missing_axes_are_one_and_order_is_free():
 
 
 @given(spec=specs)
-@settings(deadline=None)
 def test_text_form_round_trips(spec):
     assert MeshSpec.parse(str(spec)) == spec
     assert tuple(spec.sizes) == AXES
@@ -82,7 +81,6 @@ def test_bad_text_is_refused_in_one_line_with_the_token_and_the_axes(text, named
 
 
 @given(text=st.text(alphabet="dataipexcn=,-0123456789 ", max_size=30))
-@settings(deadline=None)
 def test_any_text_becomes_a_mesh_that_fits_or_a_refusal(text):
     try:
         spec = MeshSpec.parse(text, num_devices=720720)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from k3jax.parallel.schedules import BACKWARD, FORWARD, IDLE, NAMES, Schedule, build
@@ -129,7 +129,6 @@ def test_bubble_is_the_closed_form_in_both_clocks(name, stages, rounds, virtual)
 
 
 @given(stages=st.integers(1, 10), microbatches=st.integers(1, 40), lockstep=st.booleans())
-@settings(deadline=None)
 def test_plain_1f1b_has_the_closed_form_bubble_for_any_count(stages, microbatches, lockstep):
     bubble = build("1f1b", stages=stages, microbatches=microbatches).bubble_fraction(lockstep=lockstep)
     assert bubble == pytest.approx((stages - 1) / (microbatches + stages - 1), rel=ROUNDING, abs=ROUNDING)
@@ -143,7 +142,6 @@ def test_published_bubbles_of_eight_stages(virtual, bubble):
 
 
 @given(of=arguments())
-@settings(deadline=None)
 def test_lockstep_never_beats_free_running_ranks(of):
     schedule = build(**of)
     free, locked = schedule.bubble_fraction(), schedule.bubble_fraction(lockstep=True)
@@ -300,7 +298,6 @@ def test_tables_of_another_shape_are_found(good):
 
 
 @given(of=arguments(names=("1f1b", "interleaved_1f1b"), microbatches=9), data=st.data())
-@settings(deadline=None)
 def test_no_number_of_a_training_table_can_change_unnoticed(of, data):
     """Not so for evaluation: there chunk 0 may use any free slot, since it is left in the same tick."""
     schedule = build(**of)

@@ -67,7 +67,7 @@ def packed_by_loop(documents, seq_len):
 
 
 @pytest.mark.quick
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(DOCUMENTS, st.integers(1, 9), st.integers(0, 3))
 def test_packing_equals_a_loop_over_tokens(documents, seq_len, seed):
     total = sum(map(len, documents))
@@ -109,7 +109,7 @@ def test_every_window_is_in_exactly_one_split(num_windows):
     assert len(list(corpus.batches("held_out", 4))) == math.ceil(len(held_out) / 4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(DOCUMENTS.filter(lambda documents: sum(map(len, documents)) > max(4, len(documents))))
 def test_unigram_entropy_is_that_of_the_training_targets(documents):
     corpus = Corpus(stream_of(documents), seq_len=3, seed=0)
@@ -148,7 +148,7 @@ def test_resume_in_mid_epoch_sees_the_ids_of_an_uninterrupted_run():
 
 
 # grain's shuffle takes some 50 ms / n for an index out of n: windows are not too few here, batches not too large.
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(20, 60), st.integers(0, 2**40), st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_the_order_does_not_depend_on_the_batch_sizes(num_windows, seed, sizes):
     corpus = counting_corpus(num_windows, seq_len=2, seed=seed)

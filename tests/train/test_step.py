@@ -73,8 +73,9 @@ def test_raw_gradients_equal_plain_autodiff(mesh):
             assert not got[name].any(), name
         else:  # float32 sums over other shards: 1e-6 seen
             assert np.linalg.norm(got[name] - right) <= 1e-4 * norm, name
-    # The routing is as skewed as meant: the busiest rank computes far more than its share.
-    assert float(out.rows_max_over_mean) > 1.3
+    # The routing is as skewed as meant: some experts get far more than their share. Ranks compute their share.
+    assert float(out.experts.max_vio) > 1 and int(out.experts.replicas) > 0 and int(out.experts.dropped) == 0
+    assert 1 <= float(out.experts.rows_max_over_mean) <= 1.02, "a row more on some ranks where they do not divide"
 
 
 def test_five_steps_equal_one_device():

@@ -4,8 +4,8 @@ C rows, sorted by group; G groups of any sizes, also empty ones; D width of a ro
 
 Rows after the last group belong to none: what they hold is not used, and what results hold there is unspecified.
 
-implementation: "xla" (any backend and dtype), "mosaic_gpu" (Hopper kernels: bfloat16 matrices, float32 row weights, widths
-that are multiples of 128), None: the kernels on Hopper GPUs for what they take, else "xla". Sums are made in float32
+implementation: "xla" (the default everywhere; any dtype), "mosaic_gpu" (Hopper kernels, on request until they have run on a
+GPU: bfloat16 matrices, float32 row weights, widths that are multiples of 128). Sums are made in float32
 (float64 of float64). All raise ValueError for shapes that do not fit together, an unknown implementation, and one that does
 not take these arrays. K3 report, sections 2.4 and 5.2 (memory-efficient mixture).
 """
@@ -22,9 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
 from k3jax.ops.glu import activation_and_slopes, gated_activation
-from k3jax.ops.grouped_gemm.mosaic import Mosaic, on_hopper
+from k3jax.ops.grouped_gemm.mosaic import Mosaic
 from k3jax.ops.grouped_gemm.xla import Xla
-from pallas_kernels.grouped_gemm import NotTaken
 
 IMPLEMENTATIONS: dict[str, Any] = {"xla": Xla(), "mosaic_gpu": Mosaic()}
 
@@ -133,11 +132,6 @@ def expert_input_gradient(
 
 def run(implementation: str | None, call: Callable[[Any], Any]) -> Any:
     """`call` of the implementation's operations."""
-    if implementation is None and on_hopper():
-        try:
-            return call(IMPLEMENTATIONS["mosaic_gpu"])
-        except NotTaken:
-            pass
     operations = IMPLEMENTATIONS.get(implementation or "xla")
     if operations is None:
         raise ValueError(f"implementation={implementation!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")

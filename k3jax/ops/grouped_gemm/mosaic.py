@@ -18,7 +18,7 @@ WithSlopes = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Ar
 
 
 class Mosaic(NamedTuple):
-    """Raises NotTaken for what the kernels do not take."""
+    """Raises ValueError for what the kernels do not take."""
 
     interpret: bool = False
     """In Mosaic's interpreter, on CPU."""
@@ -37,8 +37,3 @@ class Mosaic(NamedTuple):
 
     def weight_gradient(self, x, dy, group_sizes, *, dtype) -> jax.Array:
         return kernels.weight_gradient(x, dy, group_sizes, dtype=dtype, interpret=self.interpret)
-
-
-def on_hopper() -> bool:
-    """Whether programs run on Hopper GPUs here."""
-    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"

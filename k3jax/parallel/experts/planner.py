@@ -27,7 +27,7 @@ class Placement(NamedTuple):
     """Who computes how much of which expert; the same on every rank."""
 
     replicas: Any
-    """[R, H]: foreign experts that each rank computes too, in ascending order, −1 for unused slots."""
+    """[R, H]: foreign experts that each rank computes too, in ascending order, −1 for unused slots; [1, 0] for one rank."""
     group_sizes: Any
     """[R, 2H]: rows of each slot: home experts, then replicas."""
     offsets: Any
@@ -54,12 +54,21 @@ class ExpertPlan(NamedTuple):
     """[R, S, k]: rank · static_rows + row on it; −1 for padding."""
 
 
+class LocalPlan(NamedTuple):
+    """What one rank runs of it."""
+
+    destination: Any
+    """[S, k]: of its own assignments."""
+    group_sizes: Any
+    replicas: Any
+    """[2H] and [H] of this rank."""
+
+
 def plan(expert_ids, *, num_experts: int, tile: int = 1) -> ExpertPlan:
     """The plan for all ranks, from all their assignments [R, S, k], int32, distinct experts a token, −1 for padding.
 
     tile: the rows of each expert begin at a multiple of it. Raises ValueError for sizes below 1. A rank of a mesh needs
-    less than this: its own `counts`, gathered from all ranks, make the `place`ment, and `destinations` then finds the rows
-    of its own assignments; memory is linear in S·k and in R·E.
+    less than this: `plan_local`.
     """
     R, S, k = expert_ids.shape
     if min(R, S, k, num_experts, tile) < 1:
@@ -72,6 +81,20 @@ def plan(expert_ids, *, num_experts: int, tile: int = 1) -> ExpertPlan:
     found = xp.stack([destinations(placement, ids, r, rows=rows) for r, ids in enumerate(expert_ids)])
     sizes = placement.group_sizes
     return ExpertPlan(sizes.sum(1), placement.replicas, sizes, placement.offsets, found)
+
+
+def plan_local(counts, own_ids, rank, *, tile: int = 1) -> LocalPlan:
+    """What rank `rank` of the plan runs, from how many assignments each rank has to each expert, [R, E], and its own [S, k].
+
+    Memory is linear in S·k and in R·E.
+    """
+    R, E = counts.shape
+    placement = place(counts, tile=tile)
+    return LocalPlan(
+        destinations(placement, own_ids, rank, rows=static_rows(own_ids.size, E, R, tile)),
+        placement.group_sizes[rank],
+        placement.replicas[rank],
+    )
 
 
 def validate(plan: ExpertPlan, expert_ids: np.ndarray, *, num_experts: int, tile: int = 1) -> None:
@@ -136,8 +159,9 @@ def place(table, *, tile: int = 1) -> Placement:
     used_here = used[home, :, rank]
     order = xp.argsort(~used_here, axis=1, stable=True)
     taken = xp.take_along_axis(used_here, order, 1)
-    replicas = xp.where(taken, home[:, None] * H + order, -1)
-    replica_rows = xp.where(taken, xp.take_along_axis(moved[home, :, rank], order, 1), 0)
+    slots = H if R > 1 else 0
+    replicas = xp.where(taken, home[:, None] * H + order, -1)[:, :slots]
+    replica_rows = xp.where(taken, xp.take_along_axis(moved[home, :, rank], order, 1), 0)[:, :slots]
     group_sizes = xp.concatenate([kept, replica_rows], 1)
     tiled = -(-group_sizes // tile) * tile
     whole = lambda x: x.reshape(R * H, R)[:E].astype(xp.int32)
@@ -163,7 +187,7 @@ def fills(xp: ModuleType, balance):
         balance = balance - xp.where(ranks == most, lacking, 0) + xp.where(ranks == least, lacking, 0)
         return balance, taken + xp.where((ranks[:, None] == most) & (ranks == least), lacking, 0)
 
-    return repeat(xp, R - 1, fill, (balance, xp.zeros((R, R), balance.dtype)))[1]
+    return repeat(xp, R - 1, fill, (balance, 0 * (balance[:, None] + balance)))[1]
 
 
 def split_quotas(xp: ModuleType, load, quotas):
@@ -182,21 +206,39 @@ def split_quotas(xp: ModuleType, load, quotas):
         return load - xp.where(at_expert, rows[:, None], 0), quotas - xp.where(at_rank, rows[:, None], 0), given
 
     # Each turn ends a quota or an expert.
-    load, _, given = repeat(xp, R - 1 + H, give, (load, quotas, xp.zeros((R, H, R), load.dtype)))
+    load, _, given = repeat(xp, R - 1 + H, give, (load, quotas, 0 * (load[:, :, None] + quotas[:, None])))
     return load, given
 
 
 def destinations(placement: Placement, expert_ids, source, *, rows: int):
-    """rank · rows + row of each assignment [S, k] of rank `source`, −1 for padding; rows: `static_rows`."""
+    """rank · rows + row of each assignment [S, k] of rank `source`, −1 for padding; rows: `static_rows`.
+
+    Rows of one expert from one source lie together. First come those that bring a token to the rank, then those of tokens
+    that an expert in an earlier slot brings there: a token need be sent to a rank but once.
+    """
     xp = module_of(expert_ids)
     ids = expert_ids.reshape(-1)
     real, expert = ids >= 0, xp.maximum(ids, 0)
     E, R = placement.ends.shape
-    number = placement.before[source][expert] + position_in_group(xp, xp.where(real, ids, E), E)
+    before = placement.before[source][expert]
+    number = before + position_in_group(xp, xp.where(real, ids, E), E)
     rank = ranks_passed(xp, placement.ends, expert, number)
+    slot = placement.slots[expert, rank]
     begin = xp.where(rank > 0, placement.ends[expert, xp.maximum(rank - 1, 0)], 0)
-    row = placement.offsets[rank, placement.slots[expert, rank]] + number - begin
+
+    in_token = lambda x: x.reshape(expert_ids.shape)
+    brought = first_slots(xp, in_token(xp.where(real, rank, -1)), in_token(slot)).reshape(-1)
+    segment = xp.where(real, expert * R + rank, E * R)
+    firsts = counts(xp.where(brought, segment, -1), E * R + 1)
+    position = position_in_group(xp, 2 * segment + ~brought, 2 * E * R + 2) + xp.where(brought, 0, firsts[segment])
+    row = placement.offsets[rank, slot] + xp.maximum(before - begin, 0) + position
     return xp.where(real, rank * rows + row, -1).reshape(expert_ids.shape).astype(xp.int32)
+
+
+def first_slots(xp: ModuleType, rank_Sk, slot_Sk):
+    """Whether no other expert of the token has an earlier slot on the same rank."""
+    same_rank = rank_Sk[:, :, None] == rank_Sk[:, None, :]
+    return ~(same_rank & (slot_Sk[:, None, :] < slot_Sk[:, :, None])).any(-1)
 
 
 def ranks_passed(xp: ModuleType, ends, expert, number):

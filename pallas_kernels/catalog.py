@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels import grouped_gemm
+from pallas_kernels.dispatch import send
 from pallas_kernels.grouped_gemm import tiles, weight_gradients
 from pallas_kernels.kda import chunk_gradients, decode, pair_gradients, prepare, recurrence, reverse
 from pallas_kernels.kda.decays import CHUNK
@@ -40,12 +42,13 @@ class Kernel(NamedTuple):
     function: Callable
     arguments: tuple
     operations: int  # floating-point operations on the tensor cores
+    ranks: int = 1  # that share arguments and results
 
     @property
     def bytes(self) -> int:
-        """Of all arguments and results, read and written once each."""
+        """Of a rank's arguments and results, read and written once each."""
         arrays = jax.tree.leaves((self.arguments, jax.eval_shape(self.function, *self.arguments)))
-        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) // self.ranks
 
 
 def half(*shape: int) -> Any:
@@ -58,7 +61,20 @@ def full(*shape: int) -> Any:
 
 def kernels(shape: Shape) -> list[Kernel]:
     """All kernels at this shape."""
-    return kda_kernels(shape) + expert_kernels(shape)
+    return kda_kernels(shape) + expert_kernels(shape) + exchange_kernels(shape)
+
+
+def exchange_kernels(shape: Shape, ranks: int = 8) -> list[Kernel]:
+    """Those between ranks, on a mesh of GPUs that need not exist; for tokens that a row of whole copies holds."""
+    N, k, D = shape.batch * shape.tokens, shape.experts_per_token, shape.latent
+    if 2 * D % (4 * send.LANES):
+        return []
+    mesh, tokens = AbstractMesh((ranks,), ("expert",), axis_types=(AxisType.Auto,)), PartitionSpec("expert")
+    function = jax.shard_map(
+        partial(send.send_rows, rows=N * k, axis_name="expert"), mesh=mesh, in_specs=(tokens, tokens), out_specs=tokens
+    )
+    arguments = half(ranks * N, D), jax.ShapeDtypeStruct((ranks * N, k), jnp.int32)
+    return [Kernel(f"send_rows, to {ranks} ranks", send.BLOCKS, function, arguments, 0, ranks)]
 
 
 def expert_kernels(shape: Shape) -> list[Kernel]:

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "kda": "Kimi Delta Attention: implementations, errors, floor, ratio to tokamax",
     "kda_gpu": "the same by Hopper kernels: right or wrong, times, roofline, ratios to XLA and FLA",
     "moe": "experts over ranks under skewed routings: rows, drops, bytes, ratios to exchanges without a plan",
+    "moe_overlap": "an expert layer compiled for absent GPUs: what can run while its rows travel",
     "hf": "a training step of a small Kimi Linear model, ratio to transformers",
 }
 
@@ -22,7 +23,7 @@ def main() -> None:
     if name in ("--help", "-h"):
         print(f"usage: {prog} NAME [options]\n")
         for known, purpose in BENCHMARKS.items():
-            print(f"  {known:8} {purpose}")
+            print(f"  {known:12} {purpose}")
     elif name not in BENCHMARKS:
         refuse(prog, f"unknown benchmark {name!r}: choose one of {', '.join(BENCHMARKS)}")
     else:

@@ -29,7 +29,7 @@ from experiments.bench import moe_peers
 from experiments.bench.collectives import received_bytes
 from experiments.bench.timing import in_turns, ratio
 from k3jax.activations.leaves import leaf_origins
-from k3jax.parallel.experts import mixture, run_experts
+from k3jax.parallel.experts import mixture, plan_local, run_experts
 from k3jax.parallel.experts.planner import counts, home_experts
 from meshes.command_line import parse, refuse
 
@@ -55,6 +55,8 @@ class BenchMoe:
     """Width inside an expert."""
     skews: tuple[str, ...] = ("uniform", "zipf", "one hot expert", "one idle rank")
     """Of: uniform, zipf, one hot expert (of every token), one idle rank (nothing for its experts)."""
+    planner: tuple[int, int, int, int] = (64, 896, 8192, 16)
+    """Ranks, experts, tokens of a rank and experts per token for which one rank's planning is timed; K3's size."""
     rounds: int = 10
     """Every program runs once a round."""
     json: bool = False
@@ -66,6 +68,8 @@ class BenchMoe:
         for name in ("ranks", "tokens", "experts", "experts_per_token", "latent", "hidden", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
+        if min(self.planner) < 1 or self.planner[3] > self.planner[1]:
+            raise ValueError(f"--planner {self.planner}: positive integers, experts per token at most experts")
         unknown = set(self.skews) - set(SKEWS)
         if unknown or not self.skews:
             raise ValueError(f"--skews {sorted(unknown)}: choose of {', '.join(SKEWS)}")
@@ -188,7 +192,18 @@ def saved_for_backward(config: BenchMoe) -> dict[str, Any]:
     return {"by_name": by_name, "plain_autodiff": sum(map(size, jax.eval_shape(*of(plain)))) - parameters}
 
 
-def show(records: list[dict[str, Any]], saved: dict[str, Any], first: str) -> None:
+def planner_cost(R: int, E: int, S: int, k: int) -> dict[str, Any]:
+    """What one of R ranks runs to plan its S tokens' k assignments to E experts: seconds, and bytes beyond its arguments."""
+    ids = jnp.asarray(routing("zipf", 1, S, E, k))
+    table = jnp.broadcast_to(counts(ids, E), (R, E))
+    run = jax.jit(plan_local).lower(table, ids, 0).compile()
+    seconds = in_turns({"plan": lambda: run(table, ids, 0)}, 5)["plan"]
+    analysis: Any = run.memory_analysis()
+    return {"ranks": R, "experts": E, "tokens": S, "experts_per_token": k, "seconds": statistics.median(seconds),
+            "temporary_bytes": analysis.temp_size_in_bytes}  # fmt: skip
+
+
+def show(records: list[dict[str, Any]], saved: dict[str, Any], planner: dict[str, Any], first: str) -> None:
     table = Table()
     columns = "skew", "exchange", "rows max/mean", "dropped", "MB received", "median ms", "× all-gather", f"× {first}"
     for column in columns:
@@ -210,6 +225,10 @@ def show(records: list[dict[str, Any]], saved: dict[str, Any], first: str) -> No
     named = ", ".join(f"{name} {size / 1e3:,.0f} kB" for name, size in saved["by_name"].items())
     console.print(
         f"saved for backward: {named}; plain autodiff of the same saves {plain / 1e3:,.0f} kB, {plain / total:.1f} times that"
+    )
+    console.print(
+        f"planning on one of {planner['ranks']} ranks, {planner['tokens']:,} tokens x {planner['experts_per_token']} of "
+        f"{planner['experts']} experts: {planner['seconds']:.3f} s, {planner['temporary_bytes'] / 1e6:.1f} MB temporary"
     )
 
 
@@ -249,9 +268,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except RuntimeError as failure:
         refuse(PROG, failure)
     records = bench(config)
-    saved = saved_for_backward(config)
+    saved, planner = saved_for_backward(config), planner_cost(*config.planner)
     if config.json:
         about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        print(json.dumps(about | {"records": records, "saved_for_backward": saved}))
+        print(json.dumps(about | {"records": records, "saved_for_backward": saved, "planner": planner}))
     else:
-        show(records, saved, config.skews[0])
+        show(records, saved, planner, config.skews[0])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments.bench import hf, kda, kda_gpu, moe
+from experiments.bench import hf, kda, kda_gpu, moe, moe_overlap
 
 
 def records(capsys, *argv):
@@ -122,7 +122,9 @@ def test_the_comparison_with_transformers_says_what_it_lacks(argv, said, capsys,
 
 
 def test_moe_benchmark_shows_balance_and_drops(capsys):
-    moe.main("--rounds=1 --json --tokens=16 --experts=8 --latent=8 --hidden=8 --experts-per-token=2".split())
+    moe.main(
+        "--rounds=1 --json --tokens=16 --experts=8 --latent=8 --hidden=8 --experts-per-token=2 --planner 4 8 32 2".split()
+    )
     said = json.loads(capsys.readouterr().out)
     found = {(r["skew"], r["exchange"]): r for r in said["records"]}
     assert len(found) == 12 and all(r["median_ms"] > 0 and r["received_bytes_per_rank"] > 0 for r in found.values())
@@ -132,6 +134,7 @@ def test_moe_benchmark_shows_balance_and_drops(capsys):
             assert record["rows"] == [32] * 4
         if exchange != "capacity 1.25":
             assert record["dropped"] == 0
+    assert said["planner"]["seconds"] > 0 and sum(said["saved_for_backward"]["by_name"].values()) > 0
     assert found["one hot expert", "exact all-gather"]["rows_max_over_mean"] > 1.5
     assert found["one hot expert", "capacity 1.25"]["dropped"] > 0.2
 
@@ -149,12 +152,47 @@ def test_moe_benchmark_draws_loads(tmp_path):
         (["--tokens=0"], "--tokens=0 must be at least 1"),
         (["--skews", "hot"], "['hot']: choose of uniform"),
         (["--experts-per-token=32"], "must be at most 24"),
+        (["--planner", "4", "8", "32", "9"], "experts per token at most experts"),
         (["--picture=x.nothing"], "--picture=x.nothing"),
     ],
 )
 def test_moe_mistakes_are_one_line(argv, said, capsys):
     with pytest.raises(SystemExit) as stop:
         moe.main(argv)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+SCHEDULED = """
+%region {
+  %a.1 = f32[8]{0} fusion(%p), kind=kLoop, calls=%c
+  %ragged-all-to-all-start.1 = (f32[8], f32[8]) ragged-all-to-all-start(%a.1, %o), replica_groups={{0,1}}
+  %b.2 = f32[8]{0} custom-call(%x), custom_call_target="__cublas$gemm"
+  %c.3 = f32[8]{0} fusion(%b.2), kind=kLoop, calls=%c
+  %d.4 = f32[8]{0} bitcast(%c.3)
+  ROOT %ragged-all-to-all-done.1 = f32[8]{0} ragged-all-to-all-done(%ragged-all-to-all-start.1)
+  %e.5 = f32[8]{0} fusion(%d.4), kind=kLoop, calls=%c
+}
+"""
+
+
+def test_overlap_is_read_from_between_start_and_end():
+    assert moe_overlap.messages(SCHEDULED) == [("ragged-all-to-all", {"__cublas$gemm": 1, "fusion": 1})]
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--experts=30"], "--experts=30 must be a multiple of --ranks=8"),
+        (["--tokens=0"], "--tokens=0 must be at least 1"),
+        (["--experts-per-token=64"], "must be below --experts=64"),
+        (["--target=tpu"], "--target=tpu is not known: choose one of h200"),
+    ],
+)
+def test_overlap_mistakes_are_one_line(argv, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        moe_overlap.main(argv)
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1

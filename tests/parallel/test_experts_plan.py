@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from k3jax.activations.leaves import subjaxprs
 from k3jax.parallel.experts import plan, plan_local
 from k3jax.parallel.experts.planner import counts, home_experts, place, static_rows, validate
 
@@ -57,7 +58,7 @@ def test_thousands_of_routings_are_planned_evenly(case, tile):
 
 
 SHAPES = [(1, 5, 2, 7), (4, 16, 3, 8), (3, 7, 4, 10)]
-MORE = [(R, S, k, E) for R in (2, 5, 8, 16) for S, k in ((1, 1), (33, 2), (64, 8)) for E in (8, 61)] + SHAPES
+MORE = [(R, S, k, E) for R in (1, 2, 5, 13, 16) for S, k in ((1, 1), (33, 2), (64, 8)) for E in (8, 61)] + SHAPES
 
 
 def check_compiled(R, S, k, E):
@@ -109,6 +110,21 @@ def test_rows_that_bring_a_token_to_a_rank_come_first(case):
             assert [row for row, _ in segment] == list(range(first, first + len(segment)))
             again = [repeats for _, repeats in segment]
             assert again == sorted(again)
+
+
+def test_what_a_rank_plans_grows_with_its_own_assignments_alone():
+    """At K3's size nothing is as large as assignments times experts, or as all ranks' assignments."""
+    R, E, S, k = 64, 896, 8192, 16
+    table, ids = jax.ShapeDtypeStruct((R, E), jnp.int32), jax.ShapeDtypeStruct((S, k), jnp.int32)
+    assert max(array_sizes(jax.make_jaxpr(plan_local)(table, ids, 0).jaxpr)) <= S * k * k < min(S * k * E, R * S * k)
+
+
+def array_sizes(jaxpr):
+    """Elements of every array that a program makes, in its sub-programs too."""
+    for eqn in jaxpr.eqns:
+        yield from (var.aval.size for var in eqn.outvars)
+        for sub in subjaxprs(eqn):
+            yield from array_sizes(sub)
 
 
 @pytest.mark.quick

@@ -56,7 +56,8 @@ class RaggedAllToAll(NamedTuple):
 
     axis: str
     num_experts: int
-    parts: int = 1
+    parts: int = 2
+    """Of the row buffer; one travels while another is computed. More of them read and sum the weights more often."""
 
     @property
     def size(self) -> int:

@@ -1,0 +1,142 @@
+"""What an expert layer compiled for GPUs does while rows travel, read from the program's schedule; no GPU is needed.
+
+A mixture's layer, forward and backward, is compiled ahead of time for absent GPUs. XLA gives the order in which it starts
+operations: what stands between a message's start and its end can run while the message travels.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from meshes import MeshSpec
+from meshes.absent import TARGETS, absent_devices
+from meshes.command_line import parse, refuse
+
+PROG = "python -m experiments.bench moe_overlap"
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchMoeOverlap:
+    """Compile a mixture's layer for GPUs that are not here, and list what can run beside each message."""
+
+    ranks: int = 8
+    """Expert ranks, on one host."""
+    tokens: int = 4096
+    """Of each rank."""
+    experts: int = 64
+    experts_per_token: int = 8
+    hidden_size: int = 2048
+    latent: int = 1024
+    expert_width: int = 768
+    target: str = "h200"
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and value < 1:
+                raise ValueError(f"--{field.name.replace('_', '-')}={value} must be at least 1")
+        if self.experts % self.ranks:
+            raise ValueError(f"--experts={self.experts} must be a multiple of --ranks={self.ranks}")
+        if self.experts_per_token >= self.experts:
+            raise ValueError(f"--experts-per-token={self.experts_per_token} must be below --experts={self.experts}")
+        if self.target not in TARGETS:
+            raise ValueError(f"--target={self.target} is not known: choose one of {', '.join(TARGETS)}")
+
+
+class Message(NamedTuple):
+    name: str
+    beside: dict[str, int]
+    """How many operations of each kind stand between its start and its end."""
+
+
+def messages(text: str) -> list[Message]:
+    """Of every computation of a scheduled program: asynchronous collectives and what stands inside of each."""
+    found = []
+    open_: dict[str, tuple[str, collections.Counter]] = {}
+    for line in text.splitlines():
+        match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)", line)
+        if not match:
+            open_.clear()  # a message does not leave its computation
+            continue
+        name, kind, rest = match.groups()
+        if kind.endswith("-start"):
+            called = re.search(r"calls=%?([\w.\-]+)", rest)
+            open_[name] = kind.removesuffix("-start") + (f" {called[1]}" if called else ""), collections.Counter()
+        elif kind.endswith("-done") and (begun := re.search(r"%?([\w.\-]+)\)", rest)) and begun[1] in open_:
+            what, beside = open_.pop(begun[1])
+            found.append(Message(what, dict(beside)))
+        elif kind in ("fusion", "custom-call", "dot", "while", "sort", "scatter"):
+            custom = re.search(r'custom_call_target="([^"]+)"', rest)
+            for _, beside in open_.values():
+                beside[custom[1] if custom else kind] += 1
+    return found
+
+
+def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
+    """A mixture's layer with shared experts, forward and backward in bfloat16, for these devices."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from k3jax import configs
+    from k3jax import model as lm
+    from k3jax.layers.common import Axes, Tokens
+
+    fields = "experts_per_token", "hidden_size", "expert_width"
+    model = dataclasses.replace(
+        configs.get("nano"),
+        name="layer",
+        num_experts=config.experts,
+        latent_size=config.latent,
+        **{name: getattr(config, name) for name in fields},
+    )
+    mesh = MeshSpec.parse(f"expert={config.ranks}").build(devices)
+    axes = Axes(expert="expert", exchange="ragged_all_to_all")
+
+    def local(params, x, bias, ids):
+        def layer(params, x):
+            part: Any = lm.abstract(model, "M")
+            module = nnx.merge(nnx.graphdef(part.moe), params)
+            return module(x, bias, Tokens(ids, ids, axes))[0]
+
+        y, pullback = jax.vjp(layer, params, x)
+        return pullback(y)
+
+    shapes = lm.shapes(model, "M")["moe"]
+    tokens = P("expert")
+    specs = jax.tree_util.tree_map_with_path(lambda path, _: tokens if "expert" in str(path) else P(), shapes)
+    given = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    params = jax.tree.map(lambda leaf, spec: given(leaf.shape, jnp.bfloat16, spec), shapes, specs)
+    x = given((config.ranks, config.tokens, config.hidden_size), jnp.bfloat16, tokens)
+    bias, ids = given((config.experts,), jnp.float32, P()), given((config.ranks, config.tokens), jnp.int32, tokens)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, P(), tokens), out_specs=(specs, tokens))
+    return jax.jit(run).lower(params, x, bias, ids).compile()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compile and print; exit 2 for options that cannot be, or without what compiling for GPUs needs."""
+    config = parse(BenchMoeOverlap, argv, prog=PROG)
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        devices = absent_devices(config.target, per_host=config.ranks)
+    except RuntimeError as missing:
+        refuse(PROG, missing)
+    compiled = compiled_layer(config, devices)
+    found = messages(compiled.as_text())
+    memory = compiled.memory_analysis()
+    if config.json:
+        print(json.dumps({"temporary_bytes": memory.temp_size_in_bytes, "messages": [m._asdict() for m in found]}))
+        return
+    print(f"{config.ranks} x {config.target}, {memory.temp_size_in_bytes / 1e6:,.0f} MB temporary on each")
+    for message in found:
+        beside = ", ".join(f"{count} {kind}" for kind, count in message.beside.items()) or "nothing"
+        print(f"{message.name:40} beside it: {beside}")

@@ -16,6 +16,13 @@ import tyro
 Config = TypeVar("Config")
 
 
+def at_least(least: int, options: Any, *fields: str) -> None:
+    """For a __post_init__: ValueError naming the option of the first of these fields that is less."""
+    for name in fields:
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least {least}")
+
+
 def parse(
     cls: type[Config],
     argv: Sequence[str] | None = None,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-KINDS = "all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter"
+KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 ITEM = r"([a-z]+\d+)\[([\d,]*)\]"
 
 

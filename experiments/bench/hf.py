@@ -20,7 +20,7 @@ import numpy as np
 from experiments.bench.timing import in_turns, ratio
 from k3jax.configs import get
 from k3jax.interop.huggingface import write_directory
-from meshes.command_line import parse, refuse
+from meshes.command_line import at_least, parse, refuse
 
 PROG = "python -m experiments.bench hf"
 MODEL = dataclasses.replace(
@@ -62,8 +62,7 @@ class BenchHf:
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("seq_len", 2), ("threads", 0), ("rounds", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)} must be at least {least}")
+            at_least(least, self, name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from experiments.bench.timing import in_turns, machine_rates, ratio
 from k3jax.ops.kda import kda, kda_gate
-from meshes.command_line import parse, refuse
+from meshes.command_line import at_least, parse, refuse
 
 PROG = "python -m experiments.bench kda"
 PEER = "tokamax xla_chunked"
@@ -55,8 +55,7 @@ class BenchKda:
         unknown = set(self.implementations) - set(OPTIONS)
         if unknown:
             raise ValueError(f"--implementations {sorted(unknown)}: choose of {', '.join(OPTIONS)}")
-        if self.rounds < 1:
-            raise ValueError(f"--rounds={self.rounds} must be at least 1")
+        at_least(1, self, "rounds")
         if not -1e4 < self.gate_lower_bound < 0:
             raise ValueError(f"--gate-lower-bound={self.gate_lower_bound} must be above -10000 and below 0")
 

@@ -31,7 +31,7 @@ from experiments.bench.timing import in_turns, ratio
 from k3jax.activations.leaves import leaf_origins
 from k3jax.parallel.experts import mixture, plan_local, run_experts
 from k3jax.parallel.experts.planner import counts, home_experts
-from meshes.command_line import parse, refuse
+from meshes.command_line import at_least, parse, refuse
 
 PROG = "python -m experiments.bench moe"
 TOKENS = P(moe_peers.AXIS)
@@ -65,9 +65,7 @@ class BenchMoe:
     """Draw the rows of each rank with and without the plan to this file (.png, .svg, .pdf); needs matplotlib."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tokens", "experts", "experts_per_token", "latent", "hidden", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
+        at_least(1, self, "ranks", "tokens", "experts", "experts_per_token", "latent", "hidden", "rounds")
         if min(self.planner) < 1 or self.planner[3] > self.planner[1]:
             raise ValueError(f"--planner {self.planner}: positive integers, experts per token at most experts")
         unknown = set(self.skews) - set(SKEWS)

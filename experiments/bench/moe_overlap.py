@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from meshes import MeshSpec
 from meshes.absent import TARGETS, absent_devices
-from meshes.command_line import parse, refuse
+from meshes.command_line import at_least, parse, refuse
 
 PROG = "python -m experiments.bench moe_overlap"
 
@@ -38,10 +38,7 @@ class BenchMoeOverlap:
     json: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and value < 1:
-                raise ValueError(f"--{field.name.replace('_', '-')}={value} must be at least 1")
+        at_least(1, self, *(field.name for field in dataclasses.fields(self) if field.type == "int"))
         if self.experts % self.ranks:
             raise ValueError(f"--experts={self.experts} must be a multiple of --ranks={self.ranks}")
         if self.experts_per_token >= self.experts:

@@ -23,7 +23,7 @@ class Axes(NamedTuple):
     expert: str | None = None
     context: str | None = None
     exchange: str = "all_gather"
-    """How rows travel between experts: a name of `parallel.experts.EXCHANGES`."""
+    """How rows travel between experts: a name of `parallel.experts.mixture.EXCHANGES`."""
 
 
 @functools.partial(

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from experiments.bench import collectives
 from k3jax.ops.kda import kda
 from k3jax.ops.short_conv import short_conv
 from k3jax.parallel.context import kda_context_parallel, shard_length, short_conv_context_parallel
@@ -143,8 +144,8 @@ def test_every_rank_may_use_the_last_state(inputs):
         assert relative_error(a, b) <= 1e-4 if b.any() else not np.asarray(a).any()
 
 
-def compiled_all_gathers(length, backward):
-    """Shapes of the results of all collectives in the compiled program, on 4 ranks."""
+def compiled_collectives(length, backward):
+    """Kinds of all collectives in the compiled program, on 4 ranks, and bytes of their results."""
     tokens = P(None, "context")
 
     def local(q, k, v, g, beta, ids):
@@ -154,25 +155,21 @@ def compiled_all_gathers(length, backward):
     shapes = [(B, length, H, K), (B, length, H, K), (B, length, H, V), (B, length, H, K), (B, length, H)]
     arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes] + [jax.ShapeDtypeStruct((B, length), jnp.int32)]
     program = jax.shard_map(local, mesh=mesh_of(4), in_specs=(tokens,) * 6, out_specs=tokens)
-    text = jax.jit(program).lower(*arrays).compile().as_text()
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return re.findall(rf"= \(?(\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text)
+    return collectives.collectives(jax.jit(program).lower(*arrays).compile())
 
 
 def test_compiled_program_gathers_once_each_way_whatever_the_length():
-    forward = compiled_all_gathers(256, backward=False)
-    both = compiled_all_gathers(256, backward=True)
+    forward, both = (compiled_collectives(256, backward) for backward in (False, True))
     # M and S of all ranks, and 8 numbers of each sequence's documents.
-    assert [kind for _, kind in forward] == ["all-gather"]
-    assert [kind for _, kind in both] == ["all-gather"] * 2
-    numbers = lambda shape: np.prod([int(n) for n in re.findall(r"\d+", shape.split("[")[1])])
+    assert [c.kind for c in forward] == ["all-gather"]
+    assert [c.kind for c in both] == ["all-gather"] * 2
     maps = 4 * B * H * K * (K + V)
-    assert sorted(numbers(shape) for shape, _ in both) == [maps, maps + 4 * B * 8]
-    assert compiled_all_gathers(4096, backward=False) == forward
-    assert compiled_all_gathers(4096, backward=True) == both
+    assert sorted(c.result_bytes for c in both) == [4 * maps, 4 * (maps + 4 * B * 8)]
+    assert compiled_collectives(4096, backward=False) == forward
+    assert compiled_collectives(4096, backward=True) == both
 
 
-def collectives(run, R, *arrays):
+def traced_collectives(run, R, *arrays):
     tokens = P(None, "context")
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     specs = tuple(tokens if x.ndim > 1 and x.shape[0] == B else P() for x in arrays)
@@ -185,7 +182,7 @@ def test_kda_gathers_once_and_one_rank_not_at_all(R, expected, inputs):
     def run(q, k, v, g, beta, ids):
         return kda_context_parallel(q, k, v, g, beta, segment_ids=ids)[0]
 
-    assert collectives(run, R, *inputs[:5], SEGMENT_IDS) == expected
+    assert traced_collectives(run, R, *inputs[:5], SEGMENT_IDS) == expected
 
 
 # [(W, local T, borders of documents)] on 4 ranks
@@ -247,7 +244,7 @@ def test_convolution_of_bfloat16_rows_still_knows_its_documents():
 @pytest.mark.parametrize("R, W, expected", [(4, 4, {"all_gather": 1}), (4, 1, {}), (1, 4, {})])
 def test_convolution_gathers_once_and_only_if_it_must(R, W, expected):
     x, w, ids, _ = convolution_inputs(W, 2, [3])
-    assert collectives(short_conv_context_parallel, R, x, w, ids) == expected
+    assert traced_collectives(short_conv_context_parallel, R, x, w, ids) == expected
 
 
 def test_sequences_that_do_not_divide_are_refused_with_the_numbers():

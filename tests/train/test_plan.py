@@ -10,6 +10,7 @@ import tiny
 
 from k3jax import configs
 from k3jax.optim.groups import Group, parameter_groups
+from k3jax.parallel.experts import best_exchange
 from k3jax.parameters import count, count_by_group, parameters
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import abstract_mesh
@@ -21,6 +22,14 @@ from meshes import MeshSpec
 def planned(mesh: str, **changes) -> dict[str, str]:
     config = dataclasses.replace(tiny.STEP, **changes)
     return dict(plan(TrainStep(config, abstract_mesh(MeshSpec.parse(mesh)))))
+
+
+@pytest.mark.quick
+def test_the_plan_says_how_rows_travel_between_experts():
+    """CPU has no ragged all-to-all (jax-ml/jax#34755)."""
+    assert planned("expert=4")["experts"] == "2 of 8 on a rank, room for 2 replicas; rows travel by all_gather"
+    assert planned("data=2")["experts"] == "all 8 on every rank"
+    assert best_exchange("cpu") == "all_gather" and best_exchange("gpu") == "ragged_all_to_all"
 
 
 @pytest.mark.quick

@@ -43,7 +43,8 @@ def run_experts(
     kernels: gate and up [E/R, L, F], down [E/R, F, L] of the home experts of this rank. experts_Nk: global ids, distinct for
     a token, −1 for padding. betas: of `ops.glu.gated_activation`.
     Before: each rank holds its own tokens. After: each rank holds the sums of its own tokens, in float32, and every rank has
-    computed equally many rows: N·k, or what is left of it without padding, to within one.
+    computed equally many rows: N·k, or what is left of it without padding, to within one. exchange: a name of EXCHANGES;
+    its class says what it sends. Raises ValueError for another. K3 report, MoonEP.
     """
     how = exchange_of(exchange, axis_name, num_experts), betas
     plan = jax.tree.map(lambda x: checkpoint_name(x, "moe.plan"), how[0].plan(experts_Nk))

@@ -146,6 +146,7 @@ def test_the_dialect_of_transformers_is_read():
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
         ({"hidden_size": "2304"}, "'2304' where hidden_size needs int"),
+        ({"rms_norm_eps": 10**400}, "where norm_eps needs float"),
         ({"num_key_value_heads": 8}, "num_key_value_heads are 8, num_attention_heads 32"),
         ({"linear_attn_config": {"num_heads": 16}}, "KDA heads are 16, num_attention_heads 32"),
         ({"linear_attn_config": {"conv_bias": True}}, "linear_attn_config.conv_bias is not known"),

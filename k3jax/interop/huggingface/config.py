@@ -160,8 +160,12 @@ def check_types(values: dict[str, Any]) -> None:
     types = {"int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
     for field in dataclasses.fields(ModelConfig):
         fitting = [kind for word in str(field.type).split(" | ") for kind in types.get(word, ())]
-        if field.name in values and fitting and type(values[field.name]) not in fitting:
-            raise ValueError(f"config.json: {brief(values[field.name])} where {field.name} needs {field.type}")
+        if field.name not in values or not fitting:
+            continue
+        value = values[field.name]
+        endless = type(value) is int and value.bit_length() > 63  # no size, and may be too large for a float
+        if type(value) not in fitting or endless:
+            raise ValueError(f"config.json: {brief(value)} where {field.name} needs {field.type}")
 
 
 def refused(fields: dict[str, Any]) -> list[str]:

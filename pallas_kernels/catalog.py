@@ -133,6 +133,7 @@ def kda_kernels(shape: Shape) -> list[Kernel]:
     token = decode.Token(half(B, H, D), full(B, H, K), full(B, H), full(B, H, V))
     weights = decode.Weights(full(W, H, D), full(H), full(H, K), full(V))
     one_token = token, weights, state, half(B, W - 1, H, D)
+    reading = 2 * B * H * 3 * K * V * decode.PAIR  # the state, in three pieces
 
     each = 2 * B * H * N * C  # operations of one multiply and add for each token and head
     sums = 3 * C * K  # of log decays over tokens, g in three pieces
@@ -176,5 +177,5 @@ def kda_kernels(shape: Shape) -> list[Kernel]:
             (key, key, full(B, N * C, H, K), beta, first, given),
             each * (7 * sums + 3 * 4 * C * K),
         ),
-        Kernel("kda_decode, one token", decode.BLOCKS, partial(decode.decode_token, **gate), one_token, 0),
+        Kernel("kda_decode, one token", decode.BLOCKS, partial(decode.decode_token, **gate), one_token, reading),
     ]

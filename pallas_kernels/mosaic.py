@@ -60,6 +60,13 @@ class Products:
 
         return pl.run_scoped(run, plgpu.ACC((rows, columns), jnp.float32))
 
+    def store(self, operand: Transposed, x: jax.Array):
+        """Writes x into shared memory, such that `operand` is x."""
+        if self.interpret:
+            operand.ref[...] = x.T
+        else:
+            operand.ref.T[...] = x
+
 
 def value(x):
     if isinstance(x, Transposed):

@@ -11,6 +11,9 @@ One program takes one head of one sequence. In the order of K3 report, section 2
     y = w o rsqrt(mean o² + 1e-5) sigmoid(gate)
 
 The state is read and written once, all the rest is small: a token costs 2·K·V·4 bytes of memory traffic a head.
+
+Sᵀk and Sᵀq are one product on the tensor cores, with the decayed S: what is written then adds (q·k) beta (v - Sᵀk) to the
+second. k and q are bfloat16; S is multiplied in three bfloat16 pieces, which together are S to its last bit.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic import launch, plain, tiled
+from pallas_kernels.mosaic import Products, Transposed, launch, pieces, plain, tiled
 
 BLOCKS = {"columns": 64}
 COLUMNS = BLOCKS["columns"]
 LANES = 128  # threads of a warpgroup: vectors are padded to one element each
+PAIR = 8  # columns of the smallest product on the tensor cores; they hold k once and q in the others
 KEY_EPSILON, NORM_EPSILON = 1e-6, 1e-5
 
 
@@ -89,11 +93,13 @@ def decode_token(
     ]
     scratch = [
         tiled(V // COLUMNS, K, COLUMNS, dtype=full),
+        tiled(K, COLUMNS),
+        tiled(PAIR, K),
         [plain(LANES) for _ in range(7)],
         plgpu.Barrier(num_arrivals=V // COLUMNS),
     ]
     y, state, tail = launch(
-        lambda *refs: kernel(*refs, scale=scale, lower_bound=gate_lower_bound),
+        lambda *refs: kernel(*refs, products=Products(interpret), scale=scale, lower_bound=gate_lower_bound),
         *vectors,
         state,
         apart(tail),
@@ -139,9 +145,9 @@ def check(token: Token, weights: Weights, state, tail):
             )
 
 
-def kernel(*refs, scale: float, lower_bound: float):
+def kernel(*refs, products: Products, scale: float, lower_bound: float):
     qkv_g, z_g, beta_g, gate_g, filters_g, rate_g, bias_g, norm_g, s_g, tail_g, y_g, s_out, tail_out = refs[:13]
-    s, (q, k, decay, v, beta, error, o), loaded = refs[13:]
+    s, piece, pair, (q, k, decay, v, beta, error, o), loaded = refs[13:]
     b, h = lax.axis_index("batch"), lax.axis_index("head")
     v_blocks, K, _ = s.shape
     f32, bf16 = jnp.float32, jnp.bfloat16
@@ -171,15 +177,25 @@ def kernel(*refs, scale: float, lower_bound: float):
         o[...] = jnp.zeros((LANES,), f32)
     plgpu.barrier_wait(loaded)
 
-    rows = lambda x: lax.broadcast_in_dim(x[pl.ds(0, K)], (K, COLUMNS), (0,))
-    for block in range(v_blocks):
+    rows = lambda x, width=COLUMNS: lax.broadcast_in_dim(x[pl.ds(0, K)], (K, width), (0,))
+    column = lambda size: lax.broadcasted_iota(jnp.int32, (size, PAIR), 1)
+    products.store(Transposed(pair), jnp.where(column(K) == 0, rows(k, PAIR), rows(q, PAIR)).astype(bf16))
+    qk = jnp.sum(q[...] * k[...])
+
+    @pl.loop(0, v_blocks)
+    def _(block):
         part = pl.ds(block * COLUMNS, COLUMNS)
-        columns = lambda x, part=part: lax.broadcast_in_dim(x[part], (K, COLUMNS), (1,))
-        S = s[block] * rows(decay)
-        error[part] = jnp.sum(S * rows(k), axis=0)
-        S = S + rows(k) * (columns(beta) * (columns(v) - columns(error)))
-        s[block] = S
-        o[part] = jnp.sum(S * rows(q), axis=0)
+        s[block] = S = s[block] * rows(decay)
+        read = jnp.zeros((COLUMNS, PAIR), f32)
+        for x in pieces(S, 3):
+            piece[...] = x
+            plgpu.commit_smem()
+            read += products((Transposed(piece), Transposed(pair)))
+        of_k, of_q = (jnp.sum(jnp.where(column(COLUMNS) == place, read, 0.0), axis=1) for place in (0, 1))
+        error[part] = beta[part] * (v[part] - of_k)
+        o[part] = of_q + qk * error[part]
+        s[block] = s[block] + rows(k) * lax.broadcast_in_dim(error[part], (K, COLUMNS), (1,))
+
     plgpu.commit_smem()
     for block in range(v_blocks):
         plgpu.copy_smem_to_gmem(s.at[block], s_out.at[b, h, :, pl.ds(block * COLUMNS, COLUMNS)])

@@ -26,8 +26,10 @@ from k3jax.ops.short_conv import short_conv
 def shard_length(T: int, context: int) -> int:
     """Tokens of each rank when T tokens are spread over `context` ranks.
 
-    Raises ValueError, naming both, if some rank would get fewer tokens than another.
+    Raises ValueError, naming both, if there is no rank or some rank would get fewer tokens than another.
     """
+    if context < 1:
+        raise ValueError(f"context={context} ranks for T={T} tokens; at least one is needed")
     if T <= 0 or T % context:
         raise ValueError(
             f"sequence length T={T} does not divide into context={context} equal parts of at least one token; "

@@ -82,7 +82,7 @@ def run(
         plain(stages, K),
         [tiled(K, columns) for _ in range(2)],
         tiled(C, columns),
-        plain(C),
+        [] if errors is None else [plain(C)],
         tiled(K, columns, dtype=jnp.float32),
         plgpu.Barrier(num_arrivals=len(stage) + 1, num_barriers=stages),
         plgpu.Barrier(),
@@ -137,11 +137,11 @@ def kernel(*refs, products: Products, arrays: int):
         y_now = products((x_end, ds[0]), (x_end, ds[1]), (Transposed(a_x), do))
         y[...] = y_now.astype(jnp.bfloat16)
         if kept_g:
-            dbeta[...] = jnp.sum(y_now * errors[0][...].astype(jnp.float32), axis=1)
+            dbeta[0][...] = jnp.sum(y_now * errors[0][...].astype(jnp.float32), axis=1)
         plgpu.commit_smem()
         if kept_g:
             plgpu.copy_smem_to_gmem(y, kept_g[1].at[b, h, n, :, columns])
-            plgpu.copy_smem_to_gmem(dbeta, kept_g[2].at[b, h, block, pl.ds(n * C, C)])
+            plgpu.copy_smem_to_gmem(dbeta[0], kept_g[2].at[b, h, block, pl.ds(n * C, C)])
         decay = lax.broadcast_in_dim(decays[slot], (K, width), (0,))
         return dS * decay + products((Transposed(q), do), (Transposed(minus_k_start), y))
 

@@ -359,5 +359,5 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="v is int32; it must be a floating-point"):
         kda.__wrapped__(*arrays[:2], arrays[2].astype(jnp.int32), *arrays[3:])  # o, of v's dtype, would be truncated
     one = [x[:, 0] for x in arrays]
-    with pytest.raises(ValueError, match=r"initial_state has shape .*must be \(1, 2, 16, 8\)"):
+    with pytest.raises(ValueError, match=r"^state has shape .*must be \(1, 2, 16, 8\)"):
         kda_step.__wrapped__(jnp.zeros((1, 2, 16, 1)), *one)

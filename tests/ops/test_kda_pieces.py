@@ -94,6 +94,22 @@ def test_summaries_of_consecutive_segments_compose():
     assert error(M @ p.state + S, definition(p)[1][-1]) > 0.01
 
 
+@pytest.mark.parametrize(
+    "place, said",
+    [
+        ("later M", r"later M has shape \(2, 4, 5\).*must be \(2, 4, 4\)"),
+        ("earlier M", r"earlier M has shape \(2, 5, 4\).*must be \(2, 4, 4\)"),
+        ("earlier S", r"earlier S has shape \(2, 4, 2\).*\[..., K, V\] = \(2, 4, 3\).*must be \(2, 4, 3\)"),
+    ],
+)
+def test_maps_that_do_not_fit_are_refused_by_name(place, said):
+    shapes = {"later M": (2, 4, 4), "later S": (2, 4, 3), "earlier M": (2, 4, 4), "earlier S": (2, 4, 3)}
+    shapes |= {place: {"later M": (2, 4, 5), "earlier M": (2, 5, 4), "earlier S": (2, 4, 2)}[place]}
+    M_later, S_later, M_earlier, S_earlier = map(jnp.zeros, shapes.values())
+    with pytest.raises(ValueError, match=said):
+        compose.__wrapped__((M_later, S_later), (M_earlier, S_earlier))
+
+
 def test_a_document_that_starts_inside_forgets_what_enters():
     p = problem([-0.05, -1.0], 0.5, T=70, documents=(66,))
     M, S = jax.jit(lambda *a: summarize(*a, segment_ids=jnp.asarray(p.segment_ids)))(*map(jnp.asarray, p[1:5]))

@@ -252,3 +252,5 @@ def test_sequences_that_do_not_divide_are_refused_with_the_numbers():
     for length in (3, 66, 0):
         with pytest.raises(ValueError, match=f"T={length} .*context=4"):
             shard_length(length, 4)
+    with pytest.raises(ValueError, match="context=0 ranks for T=8 tokens"):
+        shard_length(8, 0)

@@ -30,7 +30,18 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 def compose(later: AffineMap, earlier: AffineMap) -> AffineMap:
     """The map of two consecutive runs: associative, not commutative. K3 report, section 5.1.2.
 
-    M [..., K, K] and S [..., K, V], float32 or float64.
+    M [..., K, K] and S [..., K, V], float32 or float64. Raises ValueError if the four do not fit together.
     """
     (M_later, S_later), (M_earlier, S_earlier) = later, earlier
+    square = (*S_later.shape[:-1], *S_later.shape[-2:-1])
+    needed = {
+        "later M": (M_later, square),
+        "earlier M": (M_earlier, square),
+        "earlier S": (S_earlier, S_later.shape),
+    }
+    for name, (array, shape) in needed.items():
+        if array.shape != shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}; with later S [..., K, V] = {S_later.shape} it must be {shape}"
+            )
     return matmul(M_later, M_earlier), matmul(M_later, S_earlier) + S_later

@@ -155,7 +155,7 @@ def kda_step(
     Raises ValueError for shapes that do not fit together. K3 report, section 2.1.
     """
     one = lambda x: x[:, None]
-    check(one(q), one(k), one(v), one(g), one(beta), state, None, None, CHUNK_SIZE)
+    check(one(q), one(k), one(v), one(g), one(beta), state, None, None, CHUNK_SIZE, state_name="state")
     dtype = state_dtype(q, k, v, g, beta, state)
     inputs = widened(q, k, v, g, beta, dtype=dtype, scale=static_scale(q, scale))
     o, state = reference.step(state.astype(dtype), *inputs)
@@ -183,21 +183,23 @@ def summarize(
     return M[0], S[0]
 
 
-def check(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound, chunk_size, segments=None):
+def check(
+    q, k, v, g, beta, state, segment_ids, gate_lower_bound, chunk_size, segments=None, *, state_name="initial_state"
+):
     """Raises ValueError, naming what was got and what is needed."""
     for name, array in (("q", q), ("v", v)):
         if array.ndim != 4:
             raise ValueError(f"{name} has shape {array.shape}; it must have four dims, [B,T,H,{'KV'[name == 'v']}]")
     B, T, H, K = q.shape
     needed = {"k": (k, q.shape), "v": (v, (B, T, H, v.shape[-1])), "g": (g, q.shape), "beta": (beta, (B, T, H))}
-    if initial_state is not None:
-        needed["initial_state"] = (initial_state, (B, H, K, v.shape[-1]))
+    if state is not None:
+        needed[state_name] = (state, (B, H, K, v.shape[-1]))
     if segment_ids is not None:
         needed["segment_ids"] = (segment_ids, (B, T))
     for name, (array, shape) in needed.items():
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; with q [B,T,H,K] = {q.shape} it must be {shape}")
-    for name, array in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}.items():
+    for name, array in {"q": q, "k": k, "v": v, "g": g, "beta": beta, state_name: state}.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} is {array.dtype}; it must be a floating-point array")
     for name, size in (("B", B), ("T", T), ("H", H), ("K", K), ("V", v.shape[-1])):

@@ -3,7 +3,8 @@
 All ranks run one program, so every chunk has the same slots: J groups of the model's pattern (K,K,K,M), P slots a group.
 Stacked parameters are one tree a slot position p, leaves [S, V, J, ...]: stage, virtual chunk, group in the chunk.
 
-S stages, V virtual chunks a stage, J groups a chunk, P slots a group. Chunk c = v·S + s holds the groups c·J … c·J + J − 1.
+S stages, V virtual chunks a stage, J groups a chunk, P slots a group. Chunk c holds the groups c·J … c·J + J − 1; it is the
+virtual chunk c // S of the stage that the schedule's placement gives it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 
 from k3jax.configs import ModelConfig
+from k3jax.parallel.schedules.placement import Placement, stage_of
 
 Flag = int | jax.Array
 
@@ -30,6 +32,7 @@ class StackLayout:
     config: ModelConfig
     stages: int = 1
     virtual: int = 1
+    placement: Placement = "ring"
 
     def __post_init__(self):
         if self.stages > self.num_groups:
@@ -79,7 +82,11 @@ class StackLayout:
         J, P = self.groups_per_chunk, len(self.config.pattern)
         padded = np.full((self.num_chunks * J, P), -1)
         padded[: self.num_groups] = self.slots
-        return padded.reshape(self.virtual, self.stages, J, P).swapaxes(0, 1)
+        by_chunk = padded.reshape(self.num_chunks, J, P)
+        place = [(stage_of(c, self.stages, self.placement), c // self.stages) for c in range(self.num_chunks)]
+        table = np.empty((self.stages, self.virtual, J, P), by_chunk.dtype)
+        table[tuple(zip(*place, strict=True))] = by_chunk
+        return table
 
     @functools.cached_property
     def flag_tables(self) -> dict[str, np.ndarray]:

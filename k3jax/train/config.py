@@ -28,7 +28,7 @@ class StepConfig:
     """Tokens of one sequence."""
     microbatches: int = 4
     """Parts of the batch that pass the pipeline one after the other; gradients add up."""
-    schedule: Literal["1f1b", "interleaved_1f1b"] = "interleaved_1f1b"
+    schedule: Literal["gpipe", "plain_1f1b", "1f1b", "interleaved_1f1b", "zb1p", "zbv"] = "interleaved_1f1b"
     """Pipeline schedule."""
     virtual: int = 1
     """Virtual stages: chunks of layers on each pipeline stage."""
@@ -64,8 +64,8 @@ class StepConfig:
     def resolve(self, mesh: MeshSpec) -> Resolved:
         """The pieces of the step on this mesh; ValueError names what does not fit, with the numbers."""
         sizes = mesh.sizes
-        layout = StackLayout(self.model, sizes["pipe"], self.virtual)
         schedule = build(self.schedule, stages=sizes["pipe"], virtual=self.virtual, microbatches=self.microbatches)
+        layout = StackLayout(self.model, sizes["pipe"], self.virtual, schedule.placement)
         check_divisible(self.model, sizes)
         ranks = sizes["data"] * sizes["expert"]
         if self.global_batch % (self.microbatches * ranks):

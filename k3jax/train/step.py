@@ -24,10 +24,10 @@ from k3jax.activations.leaves import tagged_names
 from k3jax.layers.common import Axes
 from k3jax.model import Batch
 from k3jax.optim.groups import path_name
-from k3jax.parallel import pipeline
+from k3jax.parallel import boxes, pipeline
 from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
 from k3jax.parallel.routing import balanced_bias
-from k3jax.parallel.schedules import build
+from k3jax.parallel.schedules import forward_only
 from k3jax.sharding import param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
 from meshes import AXES, MeshSpec
@@ -176,9 +176,7 @@ class TrainStep:
         return self._sharded(local, specs)(params, balance, self._flags(), batch)
 
     def _evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        forward = build(
-            "forward", stages=self.layout.stages, virtual=self.layout.virtual, microbatches=self.config.microbatches
-        )
+        forward = forward_only(self.resolved.schedule)
 
         def local(params, balance, flags, batch):
             one = jnp.ones(())
@@ -221,7 +219,7 @@ class TrainStep:
         params = params | {"chunks": mine(params["chunks"])}
         balance, flags = mine(balance["chunks"]), mine(flags)
         checkpoint = functools.partial(self.resolved.policy.checkpoint, names=self.activation_names)
-        microbatch = lambda m: pipeline.take(batch, m)
+        microbatch = lambda m: boxes.take(batch, m)
 
         def embed(params, m):
             return lm.embed(params, microbatch(m).tokens, num_blocks=config.num_blocks, axes=self.axes, dtype=dtype)
@@ -241,7 +239,7 @@ class TrainStep:
             )
 
         def extras(v, m):
-            return pipeline.take((balance, flags), v) + (microbatch(m),)
+            return boxes.take((balance, flags), v) + (microbatch(m),)
 
         def head(params, stream, m, is_last):
             return lm.head_loss(config, params, stream, microbatch(m), axes=self.axes, is_last=is_last)

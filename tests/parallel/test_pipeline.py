@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.parallel import pipeline
-from k3jax.parallel.schedules import build
-from meshes import MeshSpec
+from k3jax.parallel.schedules import build, forward_only
+from meshes import AXES, MeshSpec
 
 T, D, N = 4, 8, 16  # tokens of a rank, model width, vocabulary
 NAMES = ("toy.pre", "toy.out")
@@ -66,8 +66,11 @@ def plain(params, ids, targets):
 def executed(spec, schedule, policy="*=keep"):
     """(params, ids, targets) -> Outcome with chunks in global order and whole gradients, and the function itself."""
     mesh, stages, virtual = spec.build(), schedule.stages, schedule.virtual
-    by_stage = lambda a: a.reshape(virtual, stages, *a.shape[1:]).swapaxes(0, 1)
-    by_chunk = lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:])
+    place = np.array([(schedule.stage_of(c), c // stages) for c in range(schedule.chunks)]).T
+    chunk_at = np.empty((stages, virtual), int)
+    chunk_at[tuple(place)] = np.arange(schedule.chunks)
+    by_stage = lambda a: a[chunk_at]
+    by_chunk = lambda a: a[tuple(place)]
     specs = {"embed": P("pipe"), "chunks": P("pipe"), "dense": P(), "head": P()}
     tokens = P(None, ("data", "expert", "context"))
 
@@ -88,7 +91,7 @@ def executed(spec, schedule, policy="*=keep"):
         if out.grads is None:
             return loss, seen
         grads = out.grads | {"chunks": jax.tree.map(lambda a: a[None], out.grads["chunks"])}
-        axes = {"embed": pipeline.REPLICAS, "chunks": pipeline.REPLICAS, "dense": pipeline.AXES, "head": pipeline.AXES}
+        axes = {"embed": pipeline.REPLICAS, "chunks": pipeline.REPLICAS, "dense": AXES, "head": AXES}
         return loss, seen, {k: jax.tree.map(lambda a, k=k: lax.psum(a, axes[k]), g) for k, g in grads.items()}
 
     outs = (P(), P("pipe")) + ((specs,) if "forward" != schedule.name else ())
@@ -113,6 +116,8 @@ CASES = [
     ("data=2,pipe=2,expert=2", "interleaved_1f1b", 2, 4, "*=keep"),
     ("pipe=4", "1f1b", 1, 2, "*=recompute"),
     ("pipe=4", "interleaved_1f1b", 2, 3, "toy.out=recompute,*=keep"),
+    ("pipe=2,context=2", "plain_1f1b", 1, 4, "*=keep"),
+    ("pipe=4,data=2", "gpipe", 2, 5, "*=keep"),
 ]
 MORE = [
     ("pipe=4,data=2", "interleaved_1f1b", virtual, microbatches, "*=keep")
@@ -153,7 +158,7 @@ def test_every_count_of_microbatches_is_exact(mesh, name, virtual, microbatches,
 
 def test_a_forward_table_gives_the_loss_alone():
     spec = MeshSpec.parse("pipe=4")
-    schedule = build("forward", stages=4, virtual=2, microbatches=3)
+    schedule = forward_only(build("interleaved_1f1b", stages=4, virtual=2, microbatches=3))
     params, (ids, targets) = toy_params(8), toy_tokens(3, 1)
     loss, seen = executed(spec, schedule)(params, ids, targets)
     np.testing.assert_allclose(loss, plain(params, ids, targets), rtol=1e-5)

@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
 
-def sink_side(edges: Iterable[tuple[Hashable, Hashable, float]], source: Hashable, sink: Hashable) -> set[Hashable]:
+def sink_side(
+    edges: Iterable[tuple[Hashable, Hashable, int | float]], source: Hashable, sink: Hashable
+) -> set[Hashable]:
     """The sink's side of a minimum cut, the smallest one if there are several. edges: (from, to, price ≥ 0).
 
     Raises ValueError if no cut has a finite price. Shortest augmenting paths (Edmonds and Karp, 1972).
     """
-    left: dict[Hashable, dict[Hashable, float]] = defaultdict(lambda: defaultdict(float))
+    left: dict[Hashable, dict[Hashable, int | float]] = defaultdict(lambda: defaultdict(float))
     for a, b, price in edges:
         left[a][b] += price
         left[b][a] += 0

@@ -12,6 +12,8 @@ that holds fewer bytes: a norm's weight gradient is summed in B, rather than hol
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -59,12 +61,12 @@ def split(
     first: Sequence[bool],
     *,
     free: Sequence[bool] | None = None,
-    cheap: frozenset[str] = CHEAP,
+    refine: bool = True,
 ) -> Split:
     """Splits a program into what makes its outputs with first[i], and what makes the others.
 
     free[i]: W may read input i at no cost (weights are there anyway); another counts as held bytes, like what crosses, so
-    that it is read where that is less. None: all are free. cheap: names of equations that may run twice, or move to B.
+    that it is read where that is less. None: all are free. refine: choose what crosses by the minimum cut.
     Raises ValueError if first or free do not fit the program.
     """
     program = read(closed.jaxpr, closed.consts)
@@ -73,18 +75,18 @@ def split(
         if len(given) != len(needed):
             raise ValueError(f"{what} has {len(given)} entries, the program needs {len(needed)}: give one for each")
     sources = [Source(Have.FREE if f else Have.HELD, v.type.bytes) for f, v in zip(free, program.inputs, strict=True)]
-    cut = Cut(program, first, [not f for f in first], sources, cheap)
-    wanted, index = sum(map(bool, first)), {v: i for i, v in enumerate(program.inputs)}
-    early, late = cut.early_reads(), cut.late_reads()
-    before = Program(early, cut.before, cut.early_outputs + cut.crossing)
-    after = Program(late + cut.crossing, cut.after, cut.late_outputs)
+    cut = Cut(program, first, [not f for f in first], sources, refine)
+    wanted, reads = sum(map(bool, first)), (cut.before.reads, cut.after.reads)
+    before = Program(reads[0], cut.before.steps, chosen(program.outputs, first) + cut.crossing)
+    after = Program(reads[1] + cut.crossing, cut.after.steps, chosen(program.outputs, [not f for f in first]))
 
     def run_before(*values):
         made = before(*values)
         return made[:wanted], made[wanted:]
 
+    before_reads, after_reads = (tuple(map(program.inputs.index, half)) for half in reads)
     crossing = tuple(jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in cut.crossing)
-    return Split(run_before, after, tuple(index[v] for v in early), tuple(index[v] for v in late), crossing)
+    return Split(run_before, after, before_reads, after_reads, crossing)
 
 
 # ---- the cut -------------------------------------------------------------------------------------------------------------
@@ -104,36 +106,42 @@ class Source(NamedTuple):
     bytes: int
 
 
+class Half(NamedTuple):
+    reads: list[Value]
+    """Inputs of the program, in order."""
+    steps: list[Step]
+
+
+Pieces = tuple[Step | None, Step | None]
+
+
 class Cut:
     """A program's steps in two halves, and the values that cross.
 
     early, late: its outputs that B and W make. sources: what is known of its inputs. times: how often it runs.
     """
 
-    def __init__(self, program: Program, early, late, sources: Sequence[Source], cheap: frozenset[str], times: int = 1):
-        self.program, self.cheap, self.times = program, cheap, times
+    def __init__(self, program: Program, early, late, sources: Sequence[Source], refine: bool, times: int = 1):
+        self.program, self.refine, self.times = program, refine, times
         self.have = {v: s.have for v, s in zip(program.inputs, sources, strict=True)}
         self.bytes = {v: s.bytes for v, s in zip(program.inputs, sources, strict=True)}
-        self.early_outputs = [v for v, e in zip(program.outputs, early, strict=True) if e]
-        self.late_outputs = [v for v, e in zip(program.outputs, late, strict=True) if e]
+        early_outputs, late_outputs = chosen(program.outputs, early), chosen(program.outputs, late)
         first, second = self._assign(demand(program, early), demand(program, late))
-        held, movable = self._choose(first, second)
-        inputs = set(program.inputs)
-        there = {v for v in inputs if self.have[v] in (Have.FREE, Have.LATE)}
+        held, movable = self._choose(first, second, late_outputs)
         self.crossing = [v for v in held if self.have[v] is not Have.HELD]
-        self.before = needed_steps(first + movable, [*self.early_outputs, *self.crossing], inputs)
-        self.after = needed_steps([s for s in first + second if not s.effects], self.late_outputs, there | set(held))
+        there = {v for v in program.inputs if self.have[v] in (Have.FREE, Have.LATE)}
+        self.before = self._half(first + movable, early_outputs + self.crossing, set(program.inputs))
+        again = [step for step in first + second if not step.effects]
+        self.after = self._half(again, late_outputs, there | set(held))
 
-    def early_reads(self) -> list[Value]:
-        return self._reads(self.before, [*self.early_outputs, *self.crossing])
-
-    def late_reads(self) -> list[Value]:
-        crossing = set(self.crossing)
-        return [v for v in self._reads(self.after, self.late_outputs) if v not in crossing]
-
-    def _reads(self, steps, outputs) -> list[Value]:
-        read = {v for step in steps for v in step.operands} | set(outputs)
-        return [v for v in self.program.inputs if v in read]
+    def _half(self, steps: list[Step], outputs: list, given: set) -> Half:
+        """The steps that make the outputs from what is given, in order."""
+        need, kept = set(outputs), []
+        for step in reversed(steps):
+            if step.effects or any(r in need and r not in given for r in step.results):
+                kept.append(step)
+                need.update(step.operands)
+        return Half([v for v in self.program.inputs if v in need and v in given], kept[::-1])
 
     def _assign(self, early: set, late: set) -> tuple[list[Step], list[Step]]:
         """Steps that early outputs need, and those that only the others need; loops and branches are divided."""
@@ -149,11 +157,11 @@ class Cut:
                 pieces = (None, step)
             else:
                 divide = divide_branches if step.name == "cond" else divide_loop
-                pieces = divide(step, mask, rest, list(map(self._source, step.operands)), self.cheap, self.times)
+                pieces = divide(step, mask, rest, list(map(self._source, step.operands)), self.refine, self.times)
             for piece, half, have in zip(pieces, (first, second), (Have.MADE, Have.LATE), strict=True):
                 if piece is not None:
                     half.append(piece)
-                    derived = piece.name in self.cheap and all(self._of(o) is Have.FREE for o in piece.operands)
+                    derived = piece.name in CHEAP and all(self._of(o) is Have.FREE for o in piece.operands)
                     self.have.update(dict.fromkeys(piece.results, Have.FREE if derived else have))
         return first, second
 
@@ -169,14 +177,14 @@ class Cut:
     def _bytes(self, value: Value) -> int:
         return self.bytes.get(value, value.type.bytes * self.times)
 
-    def _choose(self, first: list[Step], second: list[Step]) -> tuple[list[Value], list[Step]]:
+    def _choose(self, first: list[Step], second: list[Step], late_outputs: list) -> tuple[list[Value], list[Step]]:
         """The values held from B to W for the least price, and W's steps that could as well run in B.
 
         In the graph a value is an edge from being made to being there for W; a path from the source is a need of B's time.
         """
         made, there, edges = (lambda v: (v, 0)), (lambda v: (v, 1)), []
         ready: dict[Value, None] = {}
-        movable = []
+        movable, moved = [], set()
 
         def value(v: Value, operands: Iterable | None):
             """Held, or made from operands in W; None: it cannot be."""
@@ -191,7 +199,7 @@ class Cut:
             if self.have[v] in (Have.HELD, Have.MADE):
                 value(v, None)
         for step in first:
-            again = step.name in self.cheap and not step.effects
+            again = self.refine and step.name in CHEAP
             for v in step.results:
                 value(v, step.operands if again else None)
                 if again:
@@ -199,125 +207,120 @@ class Cut:
         inputs = set(self.program.inputs)
         known = lambda o: isinstance(o, Known) or o in ready or (o in inputs and self.have[o] is Have.FREE)
         for step in second:
-            if step.name in self.cheap and all(map(known, step.operands)):
-                movable.append(step)
+            if self.refine and (step.name in CHEAP or is_vector_product(step)) and all(map(known, step.operands)):
                 for v in step.results:
                     value(v, step.operands)
                     edges.append((made(v), "W", RUN * self._bytes(v)))
+                    # Moved with all that it is made of: nothing of W's runs twice.
+                    edges.extend((made(v), made(o), math.inf) for o in step.operands if o in moved)
+                moved.update(step.results)
+                movable.append(step)
             else:
                 edges.extend((there(o), "W", math.inf) for o in step.operands if o in ready)
-        edges.extend((there(o), "W", math.inf) for o in self.late_outputs if o in ready)
+        edges.extend((there(o), "W", math.inf) for o in late_outputs if o in ready)
         late = sink_side(edges, "B", "W")
         return [v for v in ready if there(v) in late and made(v) not in late], movable
 
 
-def needed_steps(steps: list[Step], outputs: Iterable, given: set) -> list[Step]:
-    """The steps that make the outputs from what is given, in order."""
-    need, kept = set(outputs) - given, []
-    for step in reversed(steps):
-        if step.effects or any(r in need for r in step.results):
-            kept.append(step)
-            need.update(v for v in step.operands if v not in given)
-    return kept[::-1]
+def is_vector_product(step: Step) -> bool:
+    """Whether one factor is a vector: the product costs as much as a sum over the other one."""
+    if step.name != "dot_general" or step.eqn is None:
+        return False
+    contracted, batch = step.eqn.params["dimension_numbers"]
+    return any(len(v.aval.shape) == len(c) + len(b) for v, c, b in zip(step.eqn.invars, contracted, batch, strict=True))
 
 
 # ---- loops and branches --------------------------------------------------------------------------------------------------
 
 
-def divide_loop(step: Step, mask, rest, sources, cheap, times) -> tuple[Step | None, Step | None]:
+def divide_loop(step: Step, mask, rest, sources, refine, times) -> Pieces:
     """Two loops in the same direction; what crosses is stacked by the first and scanned by the second."""
     assert step.eqn is not None
     (consts, carries), body = scan_arity(step.eqn), step.inner[0]
-    length = step.eqn.params["length"]
-    early = with_carries(step, mask)
-    alive = with_carries(step, [m or r for m, r in zip(mask, rest, strict=True)])
-    late = [a and not e for a, e in zip(alive, early, strict=True)]
-    of_carries = [
-        Source(Have.MADE if e else Have.LATE, v.type.bytes * times * length)
-        for e, v in zip(early, body.inputs[consts : consts + carries], strict=False)
-    ]
-    sources = [*sources[:consts], *of_carries, *sources[consts + carries :]]
-    cut = Cut(body, early, late, sources, cheap, times * length)
-    stacked = [Value(v.type._replace(shape=(length, *v.type.shape))) for v in cut.crossing]
-    outer = dict(zip(body.inputs, step.operands, strict=True))
     how = {name: step.eqn.params[name] for name in ("length", "reverse", "unroll")}
+    times, stack = times * how["length"], lambda t: t._replace(shape=(how["length"], *t.shape))
+    early = with_carries(step, mask)
+    late = with_carries(step, [m or r for m, r in zip(mask, rest, strict=True)])
+    late = [a and not e for a, e in zip(late, early, strict=True)]
 
-    def loop(which, reads, steps, outputs, entering, leaving):
-        """entering, leaving: what crosses, inside and outside of the loop."""
-        carried = [v for v, w in zip(body.inputs[consts : consts + carries], which, strict=False) if w]
-        fixed = [v for v in body.inputs[:consts] if v in reads]
-        scanned = [v for v in body.inputs[consts + carries :] if v in reads]
-        half = Program([*fixed, *carried, *scanned, *entering], steps, outputs)
+    constants, states = body.inputs[:consts], body.inputs[consts : consts + carries]
+    of_states = [
+        Source(Have.MADE if e else Have.LATE, v.type.bytes * times) for v, e in zip(states, early, strict=False)
+    ]
+    cut = Cut(body, early, late, [*sources[:consts], *of_states, *sources[consts + carries :]], refine, times)
+    outer = dict(zip(body.inputs, step.operands, strict=True))
+    # A stacked output of W that is nothing but what crosses needs no loop.
+    outputs = {v: i for i, v in enumerate(body.outputs) if i >= carries and late[i]}
+    crossing = {v: step.results[outputs[v]] if v in outputs else Value(stack(v.type)) for v in cut.crossing}
+    late = [w and r not in crossing.values() for w, r in zip(late, step.results, strict=True)]
+
+    def loop(half: Half, made: list[bool], entering: dict, leaving: dict) -> Step:
+        """made: which outputs; entering, leaving: what crosses, inside: outside."""
+        carried = [v for v, m in zip(states, made, strict=False) if m]
+        fixed = [v for v in constants if v in half.reads]
+        scanned = [v for v in body.inputs[consts + carries :] if v in half.reads]
         n, m = len(fixed), len(fixed) + len(carried)
+        one = Program([*fixed, *carried, *scanned, *entering], half.steps, [*chosen(body.outputs, made), *leaving])
 
         def run(*values):
             def iteration(carry, xs):
-                made = half(*values[:n], *carry, *xs)
+                made = one(*values[:n], *carry, *xs)
                 return made[: m - n], made[m - n :]
 
             carry, ys = lax.scan(iteration, list(values[n:m]), list(values[m:]), **how)
             return [*carry, *ys]
 
-        results = [r for r, w in zip(step.results, which, strict=True) if w]
         operands = [outer[v] for v in (*fixed, *carried, *scanned)]
-        extra_in, extra_out = (stacked, []) if entering else ([], leaving)
-        return Step("scan", run, operands + extra_in, results + extra_out)
+        return Step("scan", run, [*operands, *entering.values()], [*chosen(step.results, made), *leaving.values()])
 
-    first = loop(early, set(cut.early_reads()), cut.before, cut.early_outputs + cut.crossing, [], stacked)
-    if not any(late):
-        return first, None
-    return first, loop(late, set(cut.late_reads()), cut.after, cut.late_outputs, cut.crossing, [])
+    second = loop(cut.after, late, crossing, {}) if any(late) else None
+    return loop(cut.before, early, {}, crossing), second
 
 
-def divide_branches(step: Step, mask, rest, sources, cheap, times) -> tuple[Step | None, Step | None]:
-    """Two branchings on the same index; branches share room for values of one type, and fill what they lack with zeros."""
-    cuts = [Cut(branch, mask, rest, sources[1:], cheap, times) for branch in step.inner]
+def divide_branches(step: Step, mask, rest, sources, refine, times) -> Pieces:
+    """Two branchings on one index; branches share room for what crosses, and fill what they lack with zeros."""
+    cuts = [Cut(branch, mask, rest, sources[1:], refine, times) for branch in step.inner]
     room: list[Value] = []
-    places: list[dict[Value, Value]] = []
-    for cut in cuts:
-        vacant, mine = list(room), {}
-        for v in cut.crossing:
-            place = next((place for place in vacant if place.type == v.type), None)
-            if place is None:
-                room.append(place := Value(v.type))
-            else:
-                vacant.remove(place)
-            mine[place] = v
-        places.append(mine)
+    crossing = [places(cut.crossing, room) for cut in cuts]
 
-    def branching(reads, halves, wanted, extra_in, extra_out):
-        """halves: (steps, outputs, crossing values that enter) of every branch."""
-        read = [
+    def branching(halves: list[Half], made: list[bool], entering: list[Value], leaving: list[Value]) -> Step:
+        reads = [
             i
             for i in range(len(step.operands) - 1)
-            if any(b.inputs[i] in r for b, r in zip(step.inner, reads, strict=True))
+            if any(branch.inputs[i] in half.reads for branch, half in zip(step.inner, halves, strict=True))
         ]
-        programs = [
-            Program([*(branch.inputs[i] for i in read), *entering], steps, outputs)
-            for branch, (steps, outputs, entering) in zip(step.inner, halves, strict=True)
-        ]
+        branches = []
+        for branch, half, at in zip(step.inner, halves, crossing, strict=True):
+            lacking = {place: zeros(place.type) for place in leaving if place not in at}
+            out = [at[place] if place in at else lacking[place].results[0] for place in leaving]
+            inputs = [*(branch.inputs[i] for i in reads), *(at.get(place, place) for place in entering)]
+            program = Program(inputs, [*half.steps, *lacking.values()], [*chosen(branch.outputs, made), *out])
+            branches.append(functools.partial(Program.__call__, program))
 
-        def run(index, *values):
-            return lax.switch(index, [lambda *values, p=p: p(*values) for p in programs], *values)
+        run = lambda index, *values: lax.switch(index, branches, *values)
+        operands = [step.operands[0], *(step.operands[i + 1] for i in reads)]
+        return Step("cond", run, operands + entering, chosen(step.results, made) + leaving)
 
-        operands = [step.operands[0], *(step.operands[i + 1] for i in read), *extra_in]
-        return Step("cond", run, operands, [r for r, w in zip(step.results, wanted, strict=True) if w] + extra_out)
+    second = branching([cut.after for cut in cuts], rest, room, []) if any(rest) else None
+    return branching([cut.before for cut in cuts], mask, [], room), second
 
-    def before(cut, mine):
-        lacking = [zeros(place.type) for place in room if place not in mine]
-        fill = iter(lacking)
-        leaving = [mine[place] if place in mine else next(fill).results[0] for place in room]
-        return cut.before + lacking, cut.early_outputs + leaving, []
 
-    def after(cut, mine):
-        return cut.after, cut.late_outputs, [mine.get(place, place) for place in room]
-
-    pairs = list(zip(cuts, places, strict=True))
-    first = branching([set(c.early_reads()) for c in cuts], [before(*p) for p in pairs], mask, [], room)
-    if not any(rest):
-        return first, None
-    return first, branching([set(c.late_reads()) for c in cuts], [after(*p) for p in pairs], rest, room, [])
+def places(values: list[Value], room: list[Value]) -> dict[Value, Value]:
+    """{place: value}, a place of its type for each; room grows where it lacks one."""
+    vacant, taken = list(room), {}
+    for v in values:
+        place = next((place for place in vacant if place.type == v.type), None)
+        if place is None:
+            room.append(place := Value(v.type))
+        else:
+            vacant.remove(place)
+        taken[place] = v
+    return taken
 
 
 def zeros(of: Type) -> Step:
     return Step("zeros", lambda: [vary(jnp.zeros(of.shape, of.dtype), of.varying)], [], [Value(of)])
+
+
+def chosen(items: Iterable, mask: Iterable[bool]) -> list:
+    return list(itertools.compress(items, mask))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.compat import varying_axes
+from k3jax import compat
 from meshes import AXES
 
 Tree = Any
@@ -21,11 +21,7 @@ Tree = Any
 def vary(tree: Tree, axes: tuple[str, ...] = AXES) -> Tree:
     """The same values, marked as differing between devices along the axes, as branches and loop carries require."""
 
-    def mark(x):
-        missing = tuple(axis for axis in axes if axis not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)
+    return jax.tree.map(lambda x: compat.vary(x, axes), tree)
 
 
 def empty(tree: Tree, slots: int) -> Tree:

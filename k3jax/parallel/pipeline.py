@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.parallel.boxes import add_at, empty, file, post, take, vary
-from k3jax.parallel.pullback import Pullback
-from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, Schedule
+from k3jax.parallel.pullback import Pullback, Stored
+from k3jax.parallel.schedules import BACKWARD, DOWN, STAY, UP, WEIGHT, Schedule
 
 Tree = Any
 REPLICAS = ("data", "expert", "context")
@@ -57,7 +57,7 @@ class Made(NamedTuple):
 
     message: Tree
     """The stream, or its gradient."""
-    leaves: list[jax.Array]
+    stored: Stored
     counts: Tree
     d_weights: Tree
 
@@ -79,39 +79,49 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
     example = (weights(first), no_stream, extras(first, first))
     no_counts = zeros(jax.eval_shape(lambda *args: program.chunk(*args)[1], *example))
     no_loss = vary(jnp.zeros(()), REPLICAS)
-    pullback = Pullback(program.chunk, example) if BACKWARD in schedule.kinds else None
-    nothing = Made(
-        no_stream,
-        zeros(pullback.stored) if pullback else [],
-        no_counts,
-        zeros(example[0]) if pullback else None,
-    )
+    split = WEIGHT in schedule.kinds
+    pullback = Pullback(program.chunk, example, separate_weights=split) if BACKWARD in schedule.kinds else None
+    shapes = pullback.shapes if pullback else {}
+    nothing = Made(no_stream, zeros(shapes), no_counts, zeros(example[0]) if pullback else None)
+    slots = {life: schedule.slots(*life) for life in shapes}
     carry = dict(
         mail=empty(no_stream, schedule.num_mail_slots + 1),
-        store=empty(nothing.leaves, schedule.num_slots),
+        stores={life: empty(leaves, int(slots[life].max()) + 1) for life, leaves in shapes.items()},
         sent=no_stream,
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
         loss=no_loss,
         grads=zeros(params, jnp.float32) if pullback else None,
     )
 
-    def forward(v, m, slot, read, carry):
+    def forward(v, m, read, slot, carry):
         args = (weights(v), take(carry["mail"], read), extras(v, m))
-        leaves, (stream, counts) = pullback.forward(args) if pullback else ([], program.chunk(*args))
-        return nothing._replace(message=stream, leaves=leaves, counts=counts)
+        stored, (stream, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
+        return nothing._replace(message=stream, stored=nothing.stored | stored, counts=counts)
 
-    def backward(v, m, slot, read, carry):
+    def stored(kind, carry, slot):
+        return {life: take(box, slot[life]) for life, box in carry["stores"].items() if life[0] < kind <= life[1]}
+
+    def backward(v, m, read, slot, carry):
         assert pullback is not None
-        stored, d_stream = take(carry["store"], slot), take(carry["mail"], read)
-        d_weights, d_stream = pullback.backward(weights(v), extras(v, m), stored, d_stream)
+        inputs = weights(v), extras(v, m), stored(BACKWARD, carry, slot), take(carry["mail"], read)
+        if split:
+            held, d_stream = pullback.backward_input(*inputs)
+            return nothing._replace(message=d_stream, stored=nothing.stored | held)
+        d_weights, d_stream = pullback.backward(*inputs)
         return nothing._replace(message=d_stream, d_weights=d_weights)
 
-    branches = [lambda *args: nothing, forward, backward][: 1 + len(schedule.kinds)]
+    def weight(v, m, read, slot, carry):
+        assert pullback is not None
+        return nothing._replace(
+            d_weights=pullback.backward_weights(weights(v), extras(v, m), stored(WEIGHT, carry, slot))
+        )
+
+    branches = [lambda *operands: nothing, forward, backward, weight][: 1 + len(schedule.kinds)]
 
     def tick(carry, row):
         mine = row["table"][stage]
-        kind, chunk, m, slot = mine[0], *(jnp.maximum(mine[i], 0) for i in (1, 2, 3))
-        v, read = chunk // stages, row["mail"][stage]
+        kind, chunk, m = mine[0], *(jnp.maximum(mine[i], 0) for i in (1, 2))
+        v, read, slot = chunk // stages, row["mail"][stage], {life: row["slots"][life][stage] for life in slots}
         mail = receive(schedule, carry["mail"], carry["sent"], row, stage)
         embedded = lax.cond(
             row["embed_forward"] >= 0,
@@ -121,11 +131,14 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         enters = (row["embed_forward"] >= 0) & (stage == schedule.stage_of(0))
         carry |= dict(mail=post(mail, embedded, jnp.where(enters, read, -1)))
 
-        operands = v, m, slot, jnp.maximum(read, 0), carry
+        operands = v, m, *jax.tree.map(lambda i: jnp.maximum(i, 0), (read, slot)), carry
         made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in branches])
         carry |= dict(
             sent=made.message,
-            store=file(carry["store"], made.leaves, jnp.where(kind == FORWARD, slot, -1)),
+            stores={
+                life: file(box, made.stored[life], jnp.where(kind == life[0], slot[life], -1))
+                for life, box in carry["stores"].items()
+            },
             counts=add_at(carry["counts"], v, made.counts),
         )
         is_last, leaves_model = stage == schedule.last_stage, row["head"] >= 0
@@ -168,7 +181,8 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         ), None
 
     names = ("table", "mail", "arrivals", "moves", "embed_forward", "head", "embed_backward")
-    carry, _ = lax.scan(tick, carry, {name: jnp.asarray(getattr(schedule, name)) for name in names})
+    columns = {name: getattr(schedule, name) for name in names} | {"slots": slots}
+    carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
     return Outcome(carry["loss"], carry["counts"], carry["grads"])
 
 

@@ -1,4 +1,4 @@
-"""A chunk's pullback as data: what of it is stored between forward and backward, and how it is put together again."""
+"""A chunk's pullback as data: what of it is stored between its operations, and how it is put together again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 import jax
 
 from k3jax.activations.leaves import Origin, leaf_origins
+from k3jax.activations.split import split
+from k3jax.parallel.schedules import BACKWARD, FORWARD, WEIGHT
 
 Tree = Any
 Args = tuple[Tree, Tree, Tree]
 """weights, stream, extras: what a chunk is called with."""
+Life = tuple[int, int]
+"""The kind of operation that stores something, and the last kind that reads it."""
+Stored = dict[Life, list]
 STREAM = "chunk.in"
 """Name of stored leaves that are the chunk's stream."""
 
@@ -19,39 +24,73 @@ STREAM = "chunk.in"
 class Pullback:
     """Of `chunk(weights, stream, extras) -> (stream, counts)`, with respect to weights and stream.
 
-    Leaves that are weights or extras are handed in again; the others go to a store. Raises ValueError for a leaf that is
-    neither an input of the chunk nor a named value.
+    Leaves that are weights or extras are handed in again; the others are stored. If weight gradients are an operation of
+    their own, what backward holds for them is stored too, and a leaf is stored no longer than it is read. Raises ValueError
+    for a leaf that is neither an input of the chunk nor a named value.
     """
 
-    def __init__(self, chunk: Callable, example: Args):
+    def __init__(self, chunk: Callable, example: Args, *, separate_weights: bool = False):
         self.chunk = chunk
         vjp = lambda *args: self._vjp(*args)[1]
         leaves, self.treedef = jax.tree.flatten(jax.eval_shape(vjp, *example))
-        num_weights, self.num_stream, _ = (len(jax.tree.leaves(arg)) for arg in example)
+        weights, stream, extras = map(jax.tree.leaves, example)
 
-        def stored(origin: Origin) -> Origin:  # the stream's mailbox slot is free once forward has run
-            is_stream = origin.input is not None and 0 <= origin.input - num_weights < self.num_stream
+        def stored(origin: Origin) -> Origin:  # the stream's place in the mailbox is free once forward has run
+            is_stream = origin.input is not None and 0 <= origin.input - len(weights) < len(stream)
             return Origin(names=frozenset({STREAM})) if is_stream else origin
 
         self.origins = [stored(o) for o in leaf_origins(lambda *args: jax.tree.leaves(vjp(*args)), *example)]
-        self.stored = self._pick(leaves)
+        self.num_stream = len(stream)
+        kept = self._kept(leaves)
+        self.lives: list[Life] = [(FORWARD, BACKWARD)] * len(kept)
+        """Of each stored leaf."""
+        self.shapes: Stored = {(FORWARD, BACKWARD): kept}
+        if separate_weights:
+            self._separate(example, kept)
+
+    def forward(self, args: Args) -> tuple[Stored, tuple[Tree, Tree]]:
+        """What to store, and the chunk's output and counts."""
+        made, vjp, counts = self._vjp(*args)
+        return self._by_life(self._kept(jax.tree.leaves(vjp))), (made, counts)
+
+    def backward(self, weights: Tree, extras: Tree, stored: Stored, d_stream: Tree) -> tuple[Tree, Tree]:
+        """Gradients of weights and stream."""
+        return self._apply(weights, extras, stored[FORWARD, BACKWARD], d_stream)
+
+    def backward_input(self, weights: Tree, extras: Tree, stored: Stored, d_stream: Tree) -> tuple[Stored, Tree]:
+        """What to store for `backward_weights`, and the gradient of the stream."""
+        values = self._inputs(weights, extras, stored) + jax.tree.leaves(d_stream)
+        d_inputs, crossing = self.split.before(*(values[i] for i in self.split.before_reads))
+        held = [values[i] for i in self.held_cotangents]
+        return {(BACKWARD, WEIGHT): crossing + held}, jax.tree.unflatten(jax.tree.structure(d_stream), d_inputs)
+
+    def backward_weights(self, weights: Tree, extras: Tree, stored: Stored) -> Tree:
+        """Gradients of weights."""
+        values = dict(enumerate(self._inputs(weights, extras, stored)))
+        crossing = len(self.split.crossing)
+        of_backward = stored[BACKWARD, WEIGHT]
+        values |= dict(zip(self.held_cotangents, of_backward[crossing:], strict=True))
+        grads = self.split.after(*(values[i] for i in self.split.after_reads), *of_backward[:crossing])
+        return jax.tree.unflatten(jax.tree.structure(weights), grads)
+
+    # ---- how ----------------------------------------------------------------------------------------------------------
 
     def _vjp(self, weights: Tree, stream: Tree, extras: Tree):
         made, vjp, counts = jax.vjp(lambda w, x: self.chunk(w, x, extras), weights, stream, has_aux=True)
         return made, vjp, counts
 
-    def _pick(self, leaves: list) -> list:
+    def _kept(self, leaves: list) -> list:
         return [leaf for leaf, origin in zip(leaves, self.origins, strict=True) if origin.stored]
 
-    def forward(self, args: Args) -> tuple[list[jax.Array], tuple[Tree, Tree]]:
-        """Leaves to store, and the chunk's output and counts."""
-        made, vjp, counts = self._vjp(*args)
-        return self._pick(jax.tree.leaves(vjp)), (made, counts)
+    def _by_life(self, kept: list) -> Stored:
+        groups: Stored = {}
+        for leaf, life in zip(kept, self.lives, strict=True):
+            groups.setdefault(life, []).append(leaf)
+        return groups
 
-    def backward(self, weights: Tree, extras: Tree, stored: list[jax.Array], d_stream: Tree) -> tuple[Tree, Tree]:
-        """Gradients of weights and stream."""
+    def _apply(self, weights: Tree, extras: Tree, kept: list[jax.Array], d_stream: Tree) -> tuple[Tree, Tree]:
         handed_in = [*jax.tree.leaves(weights), *[None] * self.num_stream, *jax.tree.leaves(extras)]
-        rest = iter(stored)
+        rest = iter(kept)
 
         def leaf(origin: Origin):
             if origin.stored:
@@ -59,3 +98,26 @@ class Pullback:
             return origin.constant if origin.input is None else handed_in[origin.input]
 
         return jax.tree.unflatten(self.treedef, [leaf(origin) for origin in self.origins])(d_stream)
+
+    def _separate(self, example: Args, kept: list) -> None:
+        """Cuts backward in two. Inputs of the whole are weights, extras, stored leaves, and the stream's cotangent."""
+        weights, stream, extras = example
+        function = lambda w, e, leaves, d: self._apply(w, e, leaves, d)
+        closed = jax.make_jaxpr(function)(weights, extras, kept, stream)
+        num_weights, handed_in = len(jax.tree.leaves(weights)), len(jax.tree.leaves((weights, extras)))
+        first = [False] * num_weights + [True] * self.num_stream
+        free = [i < handed_in for i in range(len(closed.jaxpr.invars))]
+        self.split = split(closed, first, free=free)
+        late = set(self.split.after_reads)
+        self.lives = [(FORWARD, WEIGHT if handed_in + i in late else BACKWARD) for i in range(len(kept))]
+        behind = handed_in + len(kept)
+        self.held_cotangents = [i for i in self.split.after_reads if i >= behind]
+        cotangents = jax.tree.leaves(stream)
+        held = [cotangents[i - behind] for i in self.held_cotangents]
+        self.shapes = self._by_life(kept) | {(BACKWARD, WEIGHT): [*self.split.crossing, *held]}
+
+    def _inputs(self, weights: Tree, extras: Tree, stored: Stored) -> list[jax.Array | None]:
+        """Values of the whole backward's inputs but for the cotangent; None where a leaf is no longer there."""
+        rest = {life: iter(leaves) for life, leaves in stored.items()}
+        kept = [next(rest[life]) if life in rest else None for life in self.lives]
+        return [*jax.tree.leaves(weights), *jax.tree.leaves(extras), *kept]

@@ -16,7 +16,7 @@ from k3jax.activations.leaves import subjaxprs
 from k3jax.activations.min_cut import sink_side
 from k3jax.activations.split import split
 from k3jax.compat import vary_like
-from k3jax.parallel import pipeline
+from k3jax.parallel import boxes, pipeline
 from meshes import AXES, MeshSpec
 
 COLLECTIVES = ("psum", "psum2", "psum_invariant", "all_gather", "reduce_scatter", "all_to_all", "pmax")
@@ -278,13 +278,13 @@ class ChunkBackward:
 
         def forward(params, balance, flags, batch):
             program, params = step._program(params, balance, flags, batch)
-            params, first = pipeline.vary(params), jnp.int32(0)
-            weights = {"chunk": pipeline.take(params["chunks"], first), "dense": params["dense"]}
-            stream = pipeline.vary(program.embed(params["embed"], first))
-            args = (weights, stream, pipeline.vary(program.extras(first, first)))
+            params, first = boxes.vary(params), jnp.int32(0)
+            weights = {"chunk": boxes.take(params["chunks"], first), "dense": params["dense"]}
+            stream = boxes.vary(program.embed(params["embed"], first))
+            args = (weights, stream, boxes.vary(program.extras(first, first)))
             pullback = pipeline.Pullback(program.chunk, args)
             leaves, (out, _) = pullback.forward(*args)
-            inputs, tree = jax.tree.flatten(pipeline.vary((args, leaves, jax.tree.map(jnp.sin, out))))
+            inputs, tree = jax.tree.flatten(boxes.vary((args, leaves, jax.tree.map(jnp.sin, out))))
             run = lambda *flat: jax.tree.leaves(pullback.backward(*jax.tree.unflatten(tree, flat)))
             self.closed = jax.make_jaxpr(run)(*inputs)
             w, s, a = (len(jax.tree.leaves(t)) for t in (weights, stream, args))

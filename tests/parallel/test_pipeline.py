@@ -118,6 +118,8 @@ CASES = [
     ("pipe=4", "interleaved_1f1b", 2, 3, "toy.out=recompute,*=keep"),
     ("pipe=2,context=2", "plain_1f1b", 1, 4, "*=keep"),
     ("pipe=4,data=2", "gpipe", 2, 5, "*=keep"),
+    ("pipe=4,expert=2", "zb1p", 1, 5, "*=keep"),
+    ("pipe=2,data=2,context=2", "zbv", 2, 4, "*=recompute"),
 ]
 MORE = [
     ("pipe=4,data=2", "interleaved_1f1b", virtual, microbatches, "*=keep")

@@ -1,4 +1,4 @@
-"""Leaves of a pullback find their names through remat, scan, branches and calls; policies act and are checked."""
+"""Leaves of a pullback find their names through remat, scan, branches and calls; policies act on them."""
 
 import jax
 import jax.numpy as jnp
@@ -74,19 +74,6 @@ def test_state_of_a_loop_is_not_mistaken_for_its_input():
 
     with pytest.raises(ValueError, match="loop state"):
         leaf_origins(function, jnp.ones(3))
-
-
-@pytest.mark.quick
-def test_policy_text():
-    policy = ActivationPolicy.parse("attn.*=recompute, moe.out = keep")
-    assert policy.of("attn.q") == "recompute" and policy.of("moe.out") == policy.of("other") == "keep"
-    assert policy.of("moe.experts") == ActivationPolicy.parse("*=recompute").of("moe.experts") == "keep"
-    for nothing in ("atn.*=keep", "moe.experts=recompute", "*=keep,attn.q=recompute"):
-        with pytest.raises(ValueError, match="matches no name that is left to it"):
-            ActivationPolicy.parse(nothing).check({"attn.q", "moe.experts"})
-    for bad in ("attn", "attn=drop", "=keep", "a=keep,,b=keep"):
-        with pytest.raises(ValueError, match="PATTERN=POLICY"):
-            ActivationPolicy.parse(bad)
 
 
 @pytest.mark.quick

@@ -1,0 +1,105 @@
+"""A plan of activations: a policy for each name, what it stores and what it costs; as text, and as JSON on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from k3jax.activations.policy import Policy
+from k3jax.activations.records import Leaf
+
+HEADER = ("name", "policy", "bytes", "seconds", "parked")
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What `planner.plan` decided; `records(schedule, plan.leaves)` is its ledger."""
+
+    budget: int
+    """Bytes of activations that a rank may hold."""
+    peak: tuple[int, ...]
+    """Most bytes that each rank holds, its own and those of others."""
+    leaves: tuple[Leaf, ...]
+    """One for each name; under remote-offload, a rank that is its own holder parks nothing."""
+    seconds: tuple[float, ...]
+    """Cost of each leaf's policy: time spent on encoding, moving, recomputing in one step, summed over ranks."""
+
+    @property
+    def cost(self) -> float:
+        """Seconds of the whole plan, summed over ranks."""
+        return math.fsum(self.seconds)
+
+    @property
+    def activations(self) -> str:
+        """The policies as `ActivationPolicy.parse` reads them."""
+        return ",".join(f"{leaf.name}={leaf.policy}" for leaf in self.leaves)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Cells under `HEADER`: bytes of one chunk and microbatch, and which rank parks at which."""
+        rows = []
+        for leaf, seconds in zip(self.leaves, self.seconds, strict=True):
+            parked = [f"{rank} at {holder}" for rank, holder in enumerate(leaf.holders or ()) if holder != rank]
+            rows.append((leaf.name, str(leaf.policy), f"{leaf.bytes:,}", f"{seconds:.4g}", ", ".join(parked)))
+        return rows
+
+    def __str__(self) -> str:
+        table = [HEADER, *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        align = [str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
+        lines = ["  ".join(f(c, w) for f, c, w in zip(align, cells, widths, strict=True)).rstrip() for cells in table]
+        total = f"{self.cost:.4g} seconds of all ranks; at most {max(self.peak):,} of {self.budget:,} bytes on a rank"
+        return "\n".join([*lines, total])
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the plan as JSON; `load` gives back an equal one."""
+        names = [
+            {**leaf._asdict(), "policy": str(leaf.policy), "seconds": seconds}
+            for leaf, seconds in zip(self.leaves, self.seconds, strict=True)
+        ]
+        with open(path, "w") as file:
+            json.dump({"budget": self.budget, "peak": self.peak, "names": names}, file, indent=1)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> ActivationPlan:
+        """Reads what `save` wrote; ValueError, in one line, for a file that is no such plan, OSError for none at all."""
+        with open(path, "rb") as file:
+            text = file.read()
+        try:
+            whole = _fields(json.loads(text), "the plan", {"budget", "peak", "names"})
+            budget = _checked(whole["budget"], int, "budget")
+            peak = tuple(_checked(bytes, int, "peak") for bytes in _checked(whole["peak"], list, "peak"))
+            names = [_named(entry) for entry in _checked(whole["names"], list, "names")]
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{os.fspath(path)} is not a plan of activations: {error}") from None
+        return cls(budget, peak, tuple(leaf for leaf, _ in names), tuple(seconds for _, seconds in names))
+
+
+def _named(entry: Any) -> tuple[Leaf, float]:
+    entry = _fields(entry, "a name", {*Leaf._fields, "seconds"})
+    seconds = _checked(entry.pop("seconds"), float, "seconds")
+    _checked(entry["name"], str, "name")
+    for field in ("bytes", "producer"):
+        _checked(entry[field], int, field)
+    if entry["consumer"] is not None:
+        _checked(entry["consumer"], int, "consumer")
+    if entry["holders"] is not None:
+        entry["holders"] = tuple(_checked(rank, int, "holders") for rank in _checked(entry["holders"], list, "holders"))
+    entry["policy"] = Policy.parse(_checked(entry["policy"], str, "policy"))
+    return Leaf(**entry), seconds
+
+
+def _fields(value: Any, what: str, names: set[str]) -> dict[str, Any]:
+    found = set(_checked(value, dict, what))
+    if found != names:
+        raise ValueError(f"{what} has {', '.join(sorted(found)) or 'nothing'}, needs {', '.join(sorted(names))}")
+    return value
+
+
+def _checked(value: Any, kind: type, what: str) -> Any:
+    """The value, if it is exactly of this type (a bool is no int), and a number that counts something, 0 or more."""
+    if type(value) is not kind or (kind in (int, float) and not 0 <= value < math.inf):
+        raise ValueError(f"{what} is {str(value)[:40]}, must be of type {kind.__name__}, numbers finite and at least 0")
+    return value

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 
 STORAGES = ("keep", "recompute", "local-offload", "remote-offload")
 """On the device, nowhere, in host memory, in the memory of another pipeline rank."""
-ALWAYS_KEPT = frozenset({"moe.experts", "group.in"})
-"""Routing choices, which could fall the other way when recomputed in another program, and what recomputation starts from:
-stored exactly, wherever that is."""
+ALWAYS_KEPT = frozenset({"moe.experts", "group.in", "chunk.in", "backward.held"})
+"""Routing choices, which could fall the other way when recomputed in another program, what recomputation starts from, and
+what backward makes for weight gradients: stored exactly, wherever that is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,6 @@ def listed(policies: Iterable[Policy]) -> str:
 KEEP, RECOMPUTE = Policy("keep"), Policy("recompute")
 POLICIES = (*map(Policy, STORAGES), *(Policy(storage, True) for storage in STORAGES if storage != "recompute"))
 """All there are."""
-EXECUTED = (KEEP, RECOMPUTE)
-"""Those that the executor carries out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,7 @@ class ActivationPolicy:
     rules: tuple[tuple[str, Policy], ...]
 
     @classmethod
-    def parse(cls, text: str, allowed: Collection[Policy] = EXECUTED) -> ActivationPolicy:
+    def parse(cls, text: str) -> ActivationPolicy:
         """Parses "pattern=policy,…"; ValueError names the bad part and what is allowed."""
         rules = []
         for part in text.split(","):
@@ -75,9 +73,9 @@ class ActivationPolicy:
                 policy = Policy.parse(atoms)
             except ValueError:
                 policy = None
-            if not pattern or policy not in allowed:
+            if not pattern or policy is None:
                 raise ValueError(
-                    f"activations: {part.strip()!r} is not PATTERN=POLICY with a policy of {listed(allowed)}"
+                    f"activations: {part.strip()!r} is not PATTERN=POLICY with a policy of {listed(POLICIES)}"
                 )
             rules.append((pattern, policy))
         if rules[-1][0] != "*":
@@ -93,6 +91,11 @@ class ActivationPolicy:
         if name not in ALWAYS_KEPT:
             return policy
         return KEEP if policy == RECOMPUTE else Policy(policy.storage)
+
+    def of_leaf(self, names: Iterable[str]) -> Policy:
+        """The policy of a stored leaf; one that has a name in each branch is kept if their policies differ."""
+        policies = {self.of(name) for name in names} - {RECOMPUTE}
+        return policies.pop() if len(policies) == 1 else KEEP
 
     def _first(self, name: str) -> int:
         return next(i for i, (pattern, _) in enumerate(self.rules) if fnmatch.fnmatchcase(name, pattern))

@@ -21,9 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.parallel.boxes import add_at, empty, file, post, take, vary
-from k3jax.parallel.pullback import Pullback, Stored
-from k3jax.parallel.schedules import BACKWARD, DOWN, STAY, UP, WEIGHT, Schedule
+from k3jax.activations.policy import ActivationPolicy
+from k3jax.activations.stores import Stores
+from k3jax.parallel.boxes import add_at, empty, post, take, vary
+from k3jax.parallel.pullback import Pullback
+from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, WEIGHT, Schedule
+from meshes import AXES
 
 Tree = Any
 REPLICAS = ("data", "expert", "context")
@@ -42,6 +45,9 @@ class Program(NamedTuple):
     """(params["head"], stream, m, is_last) -> this rank's sum of losses. May communicate over pipe."""
 
 
+KEEP_ALL = ActivationPolicy.parse("*=keep")
+
+
 class Outcome(NamedTuple):
     """Sums over microbatches, of this rank's tokens."""
 
@@ -50,6 +56,8 @@ class Outcome(NamedTuple):
     """Counts of the rank's own chunks, [V, ...]."""
     grads: Tree
     """float32 gradients like params; None from a forward-only table."""
+    misplaced: jax.Array
+    """How often an operation found, in its slot, something of another (chunk, microbatch). Anything but 0 is a wrong table."""
 
 
 class Made(NamedTuple):
@@ -57,16 +65,20 @@ class Made(NamedTuple):
 
     message: Tree
     """The stream, or its gradient."""
-    stored: Stored
+    stored: Tree
+    """As `Stores.encode` makes it."""
     counts: Tree
     d_weights: Tree
+    misplaced: jax.Array
 
 
-def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array) -> Outcome:
+def run(
+    schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array, policy: ActivationPolicy = KEEP_ALL
+) -> Outcome:
     """Runs the table over params = {"embed", "chunks": [V, ...], "dense", "head"} of this rank.
 
-    cotangent: of each token's loss (1 / number of targets). Gradients are this rank's own contributions: reduce them
-    over the axes on which a parameter is replicated.
+    cotangent: of each token's loss (1 / number of targets). policy: where named activations wait for backward. Gradients are
+    this rank's own contributions: reduce them over the axes on which a parameter is replicated.
     """
     stages, stage = schedule.stages, lax.axis_index("pipe")
     params = vary(params)
@@ -82,8 +94,15 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
     split = WEIGHT in schedule.kinds
     pullback = Pullback(program.chunk, example, separate_weights=split) if BACKWARD in schedule.kinds else None
     shapes = pullback.shapes if pullback else {}
-    nothing = Made(no_stream, zeros(shapes), no_counts, zeros(example[0]) if pullback else None)
-    slots = {life: schedule.slots(*life) for life in shapes}
+    stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
+    no_name = vary(jnp.int32(0))
+    nothing = Made(
+        message=no_stream,
+        stored=stores.encode(zeros(shapes), no_name),
+        counts=no_counts,
+        d_weights=zeros(example[0]) if pullback else None,
+        misplaced=no_name,
+    )
     carry = dict(
         mail=empty(no_stream, schedule.num_mail_slots + 1),
         stores={life: empty(leaves, int(slots[life].max()) + 1) for life, leaves in shapes.items()},
@@ -93,35 +112,39 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         grads=zeros(params, jnp.float32) if pullback else None,
     )
 
-    def forward(v, m, read, slot, carry):
-        args = (weights(v), take(carry["mail"], read), extras(v, m))
-        stored, (stream, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
-        return nothing._replace(message=stream, stored=nothing.stored | stored, counts=counts)
+    def forward(v, m, name, read, take_stored):
+        stream, misplaced = read()
+        args = weights(v), stream, extras(v, m)
+        made, (stream, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
+        made = nothing.stored | stores.encode(made, name)
+        return nothing._replace(message=stream, stored=made, counts=counts, misplaced=misplaced)
 
-    def stored(kind, carry, slot):
-        return {life: take(box, slot[life]) for life, box in carry["stores"].items() if life[0] < kind <= life[1]}
-
-    def backward(v, m, read, slot, carry):
+    def backward(v, m, name, read, take_stored):
         assert pullback is not None
-        inputs = weights(v), extras(v, m), stored(BACKWARD, carry, slot), take(carry["mail"], read)
+        (d_stream, misplaced), (stored, wrong) = read(), take_stored(BACKWARD)
+        inputs = weights(v), extras(v, m), stored, d_stream
         if split:
-            held, d_stream = pullback.backward_input(*inputs)
-            return nothing._replace(message=d_stream, stored=nothing.stored | held)
-        d_weights, d_stream = pullback.backward(*inputs)
-        return nothing._replace(message=d_stream, d_weights=d_weights)
+            made, d_stream = pullback.backward_input(*inputs)
+            made, d_weights = nothing.stored | stores.encode(made, name), nothing.d_weights
+        else:
+            made, (d_weights, d_stream) = nothing.stored, pullback.backward(*inputs)
+        return Made(d_stream, made, no_counts, d_weights, misplaced + wrong)
 
-    def weight(v, m, read, slot, carry):
+    def weight(v, m, name, read, take_stored):
         assert pullback is not None
-        return nothing._replace(
-            d_weights=pullback.backward_weights(weights(v), extras(v, m), stored(WEIGHT, carry, slot))
-        )
+        stored, misplaced = take_stored(WEIGHT)
+        d_weights = pullback.backward_weights(weights(v), extras(v, m), stored)
+        return nothing._replace(d_weights=d_weights, misplaced=misplaced)
 
     branches = [lambda *operands: nothing, forward, backward, weight][: 1 + len(schedule.kinds)]
+    of_kind = schedule.chunks * schedule.microbatches
 
     def tick(carry, row):
         mine = row["table"][stage]
         kind, chunk, m = mine[0], *(jnp.maximum(mine[i], 0) for i in (1, 2))
-        v, read, slot = chunk // stages, row["mail"][stage], {life: row["slots"][life][stage] for life in slots}
+        v, slot = chunk // stages, row["mail"][stage]
+        # Names of what is stored and of messages, by who reads them: an operation checks that it finds its own.
+        name = 1 + chunk * schedule.microbatches + m
         mail = receive(schedule, carry["mail"], carry["sent"], row, stage)
         embedded = lax.cond(
             row["embed_forward"] >= 0,
@@ -129,18 +152,24 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
             lambda: no_stream,
         )
         enters = (row["embed_forward"] >= 0) & (stage == schedule.stage_of(0))
-        carry |= dict(mail=post(mail, embedded, jnp.where(enters, read, -1)))
+        mail = post(mail, (name + kind * of_kind, embedded), jnp.where(enters, slot, -1))
+        leaving = stores.send(carry["stores"], row["stores"], stage)
 
-        operands = v, m, *jax.tree.map(lambda i: jnp.maximum(i, 0), (read, slot)), carry
+        def read():
+            found, message = take(mail, jnp.maximum(slot, 0))
+            return message, (found != name + kind * of_kind).astype(jnp.int32)
+
+        take_stored = lambda kind: stores.take(kind, carry["stores"], row["stores"], stage, name)
+        operands = v, m, name, read, take_stored
         made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in branches])
         carry |= dict(
-            sent=made.message,
-            stores={
-                life: file(box, made.stored[life], jnp.where(kind == life[0], slot[life], -1))
-                for life, box in carry["stores"].items()
-            },
+            mail=mail,
+            stores=stores.put(carry["stores"], row["stores"], stage, made.stored, leaving),
             counts=add_at(carry["counts"], v, made.counts),
+            misplaced=carry["misplaced"] + made.misplaced,
         )
+        onward = jnp.where(kind == FORWARD, schedule.microbatches, -schedule.microbatches)
+        to = name + kind * of_kind + onward
         is_last, leaves_model = stage == schedule.last_stage, row["head"] >= 0
         if pullback is None:
             loss = lax.cond(
@@ -148,7 +177,7 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
                 lambda: program.head(params["head"], made.message, row["head"], is_last),
                 lambda: no_loss,
             )
-            return carry | dict(loss=carry["loss"] + loss), None
+            return carry | dict(sent=(to, made.message), loss=carry["loss"] + loss), None
 
         def head():
             function = lambda p, stream: program.head(p, stream, row["head"], is_last)
@@ -170,7 +199,7 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         d_embed = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda: zeros(params["embed"]))
         grads, d_weights = carry["grads"], made.d_weights
         return carry | dict(
-            sent=sent,
+            sent=(jnp.where(leaves_model & is_last, name + BACKWARD * of_kind, to), sent),
             loss=carry["loss"] + loss,
             grads={
                 "embed": jax.tree.map(jnp.add, grads["embed"], d_embed),
@@ -181,9 +210,9 @@ def run(schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array
         ), None
 
     names = ("table", "mail", "arrivals", "moves", "embed_forward", "head", "embed_backward")
-    columns = {name: getattr(schedule, name) for name in names} | {"slots": slots}
+    columns = {name: getattr(schedule, name) for name in names} | {"stores": stores.columns}
     carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
-    return Outcome(carry["loss"], carry["counts"], carry["grads"])
+    return Outcome(carry["loss"], carry["counts"], carry["grads"], lax.psum(carry["misplaced"], AXES))
 
 
 def receive(schedule: Schedule, mail: Tree, sent: Tree, row: Tree, stage: jax.Array) -> Tree:

@@ -8,17 +8,17 @@ from typing import Any
 import jax
 
 from k3jax.activations.leaves import Origin, leaf_origins
+from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.split import split
+from k3jax.activations.stores import Leaf, Span
 from k3jax.parallel.schedules import BACKWARD, FORWARD, WEIGHT
 
 Tree = Any
 Args = tuple[Tree, Tree, Tree]
 """weights, stream, extras: what a chunk is called with."""
-Life = tuple[int, int]
-"""The kind of operation that stores something, and the last kind that reads it."""
-Stored = dict[Life, list]
-STREAM = "chunk.in"
-"""Name of stored leaves that are the chunk's stream."""
+Stored = dict[Span, list]
+STREAM, HELD = "chunk.in", "backward.held"
+"""Names of stored leaves that are the chunk's stream, and of what backward makes for the weight gradients."""
 
 
 class Pullback:
@@ -42,16 +42,29 @@ class Pullback:
         self.origins = [stored(o) for o in leaf_origins(lambda *args: jax.tree.leaves(vjp(*args)), *example)]
         self.num_stream = len(stream)
         kept = self._kept(leaves)
-        self.lives: list[Life] = [(FORWARD, BACKWARD)] * len(kept)
+        self.spans: list[Span] = [(FORWARD, BACKWARD)] * len(kept)
         """Of each stored leaf."""
         self.shapes: Stored = {(FORWARD, BACKWARD): kept}
+        names = [origin.names for origin in self.origins if origin.stored]
         if separate_weights:
             self._separate(example, kept)
+        self.names: dict[Span, list[frozenset[str]]] = self._by_span(names)
+        """Of what is stored, in the order of `shapes`."""
+        if separate_weights:
+            held = self.shapes[BACKWARD, WEIGHT]
+            self.names[BACKWARD, WEIGHT] = [frozenset({HELD})] * len(held)
+
+    def leaves(self, policy: ActivationPolicy) -> dict[Span, list[Leaf]]:
+        """What is stored, with its policy."""
+        return {
+            span: [Leaf(shape, policy.of_leaf(names)) for shape, names in zip(shapes, self.names[span], strict=True)]
+            for span, shapes in self.shapes.items()
+        }
 
     def forward(self, args: Args) -> tuple[Stored, tuple[Tree, Tree]]:
         """What to store, and the chunk's output and counts."""
         made, vjp, counts = self._vjp(*args)
-        return self._by_life(self._kept(jax.tree.leaves(vjp))), (made, counts)
+        return self._by_span(self._kept(jax.tree.leaves(vjp))), (made, counts)
 
     def backward(self, weights: Tree, extras: Tree, stored: Stored, d_stream: Tree) -> tuple[Tree, Tree]:
         """Gradients of weights and stream."""
@@ -82,10 +95,10 @@ class Pullback:
     def _kept(self, leaves: list) -> list:
         return [leaf for leaf, origin in zip(leaves, self.origins, strict=True) if origin.stored]
 
-    def _by_life(self, kept: list) -> Stored:
+    def _by_span(self, kept: list) -> Stored:
         groups: Stored = {}
-        for leaf, life in zip(kept, self.lives, strict=True):
-            groups.setdefault(life, []).append(leaf)
+        for leaf, span in zip(kept, self.spans, strict=True):
+            groups.setdefault(span, []).append(leaf)
         return groups
 
     def _apply(self, weights: Tree, extras: Tree, kept: list[jax.Array], d_stream: Tree) -> tuple[Tree, Tree]:
@@ -109,15 +122,15 @@ class Pullback:
         free = [i < handed_in for i in range(len(closed.jaxpr.invars))]
         self.split = split(closed, first, free=free)
         late = set(self.split.after_reads)
-        self.lives = [(FORWARD, WEIGHT if handed_in + i in late else BACKWARD) for i in range(len(kept))]
+        self.spans = [(FORWARD, WEIGHT if handed_in + i in late else BACKWARD) for i in range(len(kept))]
         behind = handed_in + len(kept)
         self.held_cotangents = [i for i in self.split.after_reads if i >= behind]
         cotangents = jax.tree.leaves(stream)
         held = [cotangents[i - behind] for i in self.held_cotangents]
-        self.shapes = self._by_life(kept) | {(BACKWARD, WEIGHT): [*self.split.crossing, *held]}
+        self.shapes = self._by_span(kept) | {(BACKWARD, WEIGHT): [*self.split.crossing, *held]}
 
     def _inputs(self, weights: Tree, extras: Tree, stored: Stored) -> list[jax.Array | None]:
         """Values of the whole backward's inputs but for the cotangent; None where a leaf is no longer there."""
-        rest = {life: iter(leaves) for life, leaves in stored.items()}
-        kept = [next(rest[life]) if life in rest else None for life in self.lives]
+        rest = {span: iter(leaves) for span, leaves in stored.items()}
+        kept = [next(rest[span]) if span in rest else None for span in self.spans]
         return [*jax.tree.leaves(weights), *jax.tree.leaves(extras), *kept]

@@ -85,7 +85,7 @@ def executed(spec, schedule, policy="*=keep"):
             ),
         )
         mine = params | {"chunks": jax.tree.map(lambda a: a[0], params["chunks"])}
-        out = pipeline.run(schedule, program, mine, jnp.ones(()))
+        out = pipeline.run(schedule, program, mine, jnp.ones(()), ActivationPolicy.parse(policy))
         loss = lax.psum(out.loss, pipeline.REPLICAS)
         seen = lax.psum(out.counts["seen"], pipeline.REPLICAS)[None]
         if out.grads is None:

@@ -147,15 +147,14 @@ class Planner:
         its best plan counts. Never costs more than the plan of `greedy`.
         Raises ValueError if no plan fits, with the least budget that would do.
         """
-        chosen = self._cheapest(budget, gap, time_limit)
-        plans = [self.greedy(budget), None if chosen is None else self._plan(chosen, budget)]
-        found = [plan for plan in plans if plan is not None]
+        greedy, chosen = self.greedy(budget), self._cheapest(budget, gap, time_limit)
+        found = [plan for plan in (greedy, None if chosen is None else self._plan(chosen, budget)) if plan is not None]
         if not found:
-            found = [self._plan(self._smallest(time_limit), budget)]
-            if (least := max(found[0].peak)) > budget:
-                raise ValueError(
-                    f"activations do not fit into {budget} bytes a rank: the least budget that works is {least}"
-                )
+            smallest, proven = self._smallest(time_limit)
+            found = [self._plan(smallest, budget)]
+            if (peak := max(found[0].peak)) > budget:
+                least = f"the least budget{'' if proven else ' found'} that works is {peak}"
+                raise ValueError(f"activations do not fit into {budget} bytes a rank: {least}")
         return min(found, key=lambda plan: plan.cost)
 
     def greedy(self, budget: int) -> ActivationPlan | None:
@@ -227,8 +226,8 @@ class Planner:
             rules.append(LinearConstraint(fills.astype(float) - relieves, -np.inf, fills.sum() - 1))
         return None
 
-    def _smallest(self, time_limit: float | int) -> Chosen:
-        """The columns of the least peak: one more variable is the peak, to be minimised."""
+    def _smallest(self, time_limit: float | int) -> tuple[Chosen, bool]:
+        """The columns of the least peak, one more variable to be minimised, and whether the solver came to its end."""
         rows, *sides = self.rules
         unit = max(np.maximum(self.bytes, 0).sum(axis=1).max() / 1e6, 1)  # the solver stops within 1e-6 of the optimum
         peak = np.append(np.zeros(len(self.columns)), 1)
@@ -241,7 +240,7 @@ class Planner:
         found = milp(peak, integrality=1 - peak, bounds=Bounds(0, most), constraints=rules, options=options)
         if found.x is None:
             raise ValueError(f"no plan was found within time_limit={time_limit} seconds: raise it")
-        return found.x[:-1] > 0.5
+        return found.x[:-1] > 0.5, found.status == 0
 
 
 def fullest(held: Int64[np.ndarray, "ticks things"]) -> list[int]:

@@ -8,7 +8,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import OptimizeResult
 
+from k3jax.activations import planner as planner_module
 from k3jax.activations.plan import HEADER, ActivationPlan
 from k3jax.activations.planner import Activation, Planner
 from k3jax.activations.policy import ALWAYS_KEPT, POLICIES, ActivationPolicy, Policy
@@ -180,6 +182,20 @@ def test_without_time_for_the_solver_the_greedy_plan_counts():
     schedule = build("1f1b", stages=2, microbatches=4)
     planner = Planner(schedule, [Activation("a", 8, 4, 1.0, 0.25), Activation("b", 8, 4, 0.5, 0.25)])
     assert planner.plan(30, time_limit=0) == planner.greedy(30) != planner.plan(100)
+
+
+@pytest.mark.quick
+def test_a_budget_is_called_the_least_only_if_the_solver_came_to_its_end(monkeypatch):
+    planner = Planner(build("1f1b", stages=1, microbatches=1), [Activation("a", 8, 4)])
+    solve = planner_module.milp
+    for stopped, said in [
+        ({}, "the least budget that works is 4$"),
+        ({"status": 1}, "the least budget found that works is 4$"),
+        ({"status": 1, "x": None}, "no plan was found within time_limit=8.0 seconds"),
+    ]:
+        monkeypatch.setattr(planner_module, "milp", lambda *a, s=stopped, **k: OptimizeResult({**solve(*a, **k), **s}))
+        with pytest.raises(ValueError, match=said):
+            planner.plan(3)
 
 
 PLAN = ActivationPlan(

@@ -104,9 +104,10 @@ def run(
         misplaced=no_name,
     )
     carry = dict(
-        mail=empty(no_stream, schedule.num_mail_slots + 1),
-        stores={life: empty(leaves, int(slots[life].max()) + 1) for life, leaves in shapes.items()},
-        sent=no_stream,
+        mail=empty((no_name, no_stream), schedule.num_mail_slots + 1),
+        stores=stores.empty(nothing.stored),
+        sent=(no_name, no_stream),
+        misplaced=no_name,
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
         loss=no_loss,
         grads=zeros(params, jnp.float32) if pullback else None,
@@ -144,7 +145,7 @@ def run(
         kind, chunk, m = mine[0], *(jnp.maximum(mine[i], 0) for i in (1, 2))
         v, slot = chunk // stages, row["mail"][stage]
         # Names of what is stored and of messages, by who reads them: an operation checks that it finds its own.
-        name = 1 + chunk * schedule.microbatches + m
+        name = vary(1 + chunk * schedule.microbatches + m)
         mail = receive(schedule, carry["mail"], carry["sent"], row, stage)
         embedded = lax.cond(
             row["embed_forward"] >= 0,

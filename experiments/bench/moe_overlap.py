@@ -47,32 +47,98 @@ class BenchMoeOverlap:
             raise ValueError(f"--target={self.target} is not known: choose one of {', '.join(TARGETS)}")
 
 
+COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
+    "reduce-scatter",
+)  # fmt: skip
+NO_WORK = ("bitcast", "constant", "get-tuple-element", "parameter", "partition-id", "tuple")
+
+
 class Message(NamedTuple):
     name: str
+    """Kind of collective, and the part of the layer that sends it."""
+    asynchronous: bool
+    """False where it has no end of its own: nothing runs until it has arrived."""
     beside: dict[str, int]
-    """How many operations of each kind stand between its start and its end."""
+    """Between its start and its end: parts of the layer whose matrix products stand there, "other" operations; how many."""
+
+
+class Operation(NamedTuple):
+    name: str
+    kind: str
+    rest: str
+    """Operands and attributes."""
+
+    @property
+    def part(self) -> str:
+        """The part of the layer it comes from: the innermost scope, "moe.…", that was named."""
+        scopes = re.findall(r"moe\.([\w.]+)", self._attribute("op_name"))
+        return scopes[-1] if scopes else self._attribute("op_name").rpartition("/")[2]
+
+    @property
+    def multiplies(self) -> bool:
+        return self.kind in ("dot", "ragged-dot") or bool(re.search("gemm|mosaic", self._attribute("custom_call_target")))
+
+    @property
+    def called(self) -> list[str]:
+        """Names of computations."""
+        lists = re.findall(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", self.rest)
+        return re.findall(r"[\w.\-]+", " ".join(lists))
+
+    def _attribute(self, name: str) -> str:
+        found = re.search(rf'{name}="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+def operations(text: str) -> dict[str, list[Operation]]:
+    """Of every computation of a scheduled program, in their order."""
+    of: dict[str, list[Operation]] = {}
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            inside = of.setdefault(head[1], [])
+        elif one := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)", line):
+            inside.append(Operation(*one.groups()))
+    return of
 
 
 def messages(text: str) -> list[Message]:
-    """Of every computation of a scheduled program: asynchronous collectives and what stands inside of each."""
+    """All collectives of a scheduled program, in its order, and what stands beside each."""
+    of = operations(text)
+
+    def products(operation: Operation) -> list[str]:
+        """Parts of the layer whose matrices it multiplies."""
+        inside = [part for name in operation.called for each in of.get(name, ()) for part in products(each)]
+        return sorted({*inside, *([operation.part] if operation.multiplies else [])})
+
+    def collective(operation: Operation) -> Operation | None:
+        """What it starts or is; `async-start` calls it."""
+        kind = operation.kind.removesuffix("-start")
+        if kind in COLLECTIVES:
+            return operation._replace(kind=kind)
+        called = of.get(operation.called[0], ()) if kind in ("async", "call") and operation.called else ()
+        return next((each for each in map(collective, called) if each), None)
+
+    begun = [o for each in of.values() for o in each if o.kind.endswith("-start")]
+    bodies = {name for operation in begun for name in operation.called}
     found = []
-    open_: dict[str, tuple[str, collections.Counter]] = {}
-    for line in text.splitlines():
-        match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)", line)
-        if not match:
-            open_.clear()  # a message does not leave its computation
-            continue
-        name, kind, rest = match.groups()
-        if kind.endswith("-start"):
-            called = re.search(r"calls=%?([\w.\-]+)", rest)
-            open_[name] = kind.removesuffix("-start") + (f" {called[1]}" if called else ""), collections.Counter()
-        elif kind.endswith("-done") and (begun := re.search(r"%?([\w.\-]+)\)", rest)) and begun[1] in open_:
-            what, beside = open_.pop(begun[1])
-            found.append(Message(what, dict(beside)))
-        elif kind in ("fusion", "custom-call", "dot", "while", "sort", "scatter"):
-            custom = re.search(r'custom_call_target="([^"]+)"', rest)
-            for _, beside in open_.values():
-                beside[custom[1] if custom else kind] += 1
+    for name, inside in of.items():
+        open_: dict[str, tuple[int, collections.Counter]] = {}
+        for operation in inside if name not in bodies else ():
+            label = lambda sent: f"{sent.kind} {sent.part}"
+            sent, of_start = collective(operation), re.match(r".*?%?([\w.\-]+)\)", operation.rest)
+            if operation.kind.endswith("-start") and sent:
+                open_[operation.name] = len(found), collections.Counter()
+                found.append(Message(label(sent), True, {}))
+            elif operation.kind.endswith("-done"):
+                if of_start and of_start[1] in open_:
+                    at, beside = open_.pop(of_start[1])
+                    found[at] = found[at]._replace(beside=dict(beside))
+            elif sent and operation.kind in COLLECTIVES:
+                found.append(Message(label(sent), False, {}))
+            elif operation.kind not in NO_WORK:
+                what = " + ".join(products(operation)) or "other"
+                for _, beside in open_.values():
+                    beside[what] += 1
     return found
 
 
@@ -105,7 +171,7 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
             module = nnx.merge(nnx.graphdef(part.moe), params)
             return module(x, bias, Tokens(ids, ids, axes))[0]
 
-        y, pullback = jax.vjp(layer, params, x)
+        y, pullback = jax.lax.optimization_barrier(jax.vjp(layer, params, x))  # as in a pipeline, they are apart in time
         return pullback(y)
 
     shapes = lm.shapes(model, "M")["moe"]

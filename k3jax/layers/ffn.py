@@ -83,8 +83,10 @@ class LatentMoE(nnx.Module):
         c = self.config
         B, T, D = x_BTD.shape
         x_ND, real_N = x_BTD.reshape(B * T, D), tokens.real.reshape(B * T)
-        routes = route(x_ND, self.router[...], bias_E, real_N, k=c.experts_per_token, scaling=c.routed_scaling)
-        z_NL = x_ND if c.latent_size is None else x_ND @ self.latent_down[...]
+        with jax.named_scope("moe.router"):
+            routes = route(x_ND, self.router[...], bias_E, real_N, k=c.experts_per_token, scaling=c.routed_scaling)
+        with jax.named_scope("moe.latent_down"):
+            z_NL = x_ND if c.latent_size is None else x_ND @ self.latent_down[...]
         z_NL = checkpoint_name(z_NL, "moe.dispatch_in")
         u_NL, load = run_experts(
             z_NL,
@@ -100,10 +102,12 @@ class LatentMoE(nnx.Module):
         if c.latent_size is None:
             y_ND = u_NL.astype(x_ND.dtype)
         else:
-            y_ND = self.latent_norm(u_NL).astype(x_ND.dtype) @ self.latent_up[...]
+            with jax.named_scope("moe.latent_up"):
+                y_ND = self.latent_norm(u_NL).astype(x_ND.dtype) @ self.latent_up[...]
         y_BTD = y_ND.reshape(B, T, D)
         if c.shared_experts:
-            y_BTD = y_BTD + self.shared(x_BTD, tokens)
+            with jax.named_scope("moe.shared"):
+                y_BTD = y_BTD + self.shared(x_BTD, tokens)
         stats = MoEStats(histogram(routes, bias_E, real_N, bins=c.balance_bins), load)
         return y_BTD, jax.tree.map(lax.stop_gradient, stats)
 

@@ -79,11 +79,12 @@ def _forward(how, z_NL, weights_Nk, kernels, plan):
     exchange, (beta, linear_beta) = how
     gate, up, down = exchange.with_replicas(plan, *kernels)
     parts, y_CL = exchange.dispatch(plan, weights_Nk, z_NL), []
-    for part in parts:
-        (x_CL,), sizes = part.tokens, part.group_sizes
-        hidden_CF = ops.expert_hidden(x_CL, gate, up, sizes, beta=beta, linear_beta=linear_beta)
-        y = ops.weighted_gemm(hidden_CF, down, part.weights_C, sizes)
-        y_CL.append(_used(part, y).astype(z_NL.dtype))
+    for i, part in enumerate(parts):
+        with jax.named_scope(f"moe.experts.part{i}"):
+            (x_CL,), sizes = part.tokens, part.group_sizes
+            hidden_CF = ops.expert_hidden(x_CL, gate, up, sizes, beta=beta, linear_beta=linear_beta)
+            y = ops.weighted_gemm(hidden_CF, down, part.weights_C, sizes)
+            y_CL.append(_used(part, y).astype(z_NL.dtype))
     (u_NL,) = exchange.combine(plan, parts, y_CL)
     return u_NL, (z_NL, weights_Nk, kernels, plan)
 
@@ -93,9 +94,13 @@ def _backward(how, residuals, du_NL):
     exchange, betas = how
     weights = exchange.with_replicas(plan, *kernels)
     parts = exchange.dispatch(plan, weights_Nk, z_NL, du_NL.astype(z_NL.dtype))
-    dx_CL, dp_C, d_weights = zip(*(_part_gradients(betas, part, weights) for part in parts), strict=True)
+    of_parts = []
+    for i, part in enumerate(parts):
+        with jax.named_scope(f"moe.experts.part{i}"):
+            of_parts.append(_part_gradients(betas, part, weights))
+    dx_CL, dp_C, d_weights = zip(*of_parts, strict=True)
     dz_NL, dp_Nk = exchange.combine(plan, parts, dx_CL, dp_C)
-    d_weights = jax.tree.map(lambda *of_parts: sum(of_parts), *d_weights)
+    d_weights = jax.tree.map(lambda *parts: sum(parts), *d_weights)
     return dz_NL.astype(z_NL.dtype), dp_Nk, exchange.to_owners(plan, *d_weights), None
 
 

@@ -56,7 +56,11 @@ NO_WORK = ("bitcast", "constant", "get-tuple-element", "parameter", "partition-i
 
 class Message(NamedTuple):
     name: str
-    """Kind of collective, and the part of the layer that sends it."""
+    """Kind of collective and what arrives."""
+    sender: str
+    """The part of the layer that made what is sent, …"""
+    reader: str
+    """… and the one that reads it: XLA forgets what a ragged all-to-all itself was called."""
     asynchronous: bool
     """False where it has no end of its own: nothing runs until it has arrived."""
     beside: dict[str, int]
@@ -65,25 +69,32 @@ class Message(NamedTuple):
 
 class Operation(NamedTuple):
     name: str
+    type: str
     kind: str
     rest: str
     """Operands and attributes."""
 
     @property
-    def part(self) -> str:
-        """The part of the layer it comes from: the innermost scope, "moe.…", that was named."""
-        scopes = re.findall(r"moe\.([\w.]+)", self._attribute("op_name"))
-        return scopes[-1] if scopes else self._attribute("op_name").rpartition("/")[2]
-
-    @property
-    def multiplies(self) -> bool:
-        return self.kind in ("dot", "ragged-dot") or bool(re.search("gemm|mosaic", self._attribute("custom_call_target")))
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
 
     @property
     def called(self) -> list[str]:
         """Names of computations."""
         lists = re.findall(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", self.rest)
         return re.findall(r"[\w.\-]+", " ".join(lists))
+
+    @property
+    def part(self) -> str:
+        """The part of the layer it comes from, by the innermost scope that is named "moe.…"."""
+        path = self._attribute("op_name").replace("\\", "")
+        scopes = re.findall(r"moe\.([\w.]+)", path)
+        backward = " backward" if "transpose(" in path else ""
+        return scopes[-1] + backward if scopes else path.rpartition("/")[2]
+
+    @property
+    def multiplies(self) -> bool:
+        return self.kind in ("dot", "ragged-dot") or bool(re.search("gemm|mosaic", self._attribute("custom_call_target")))
 
     def _attribute(self, name: str) -> str:
         found = re.search(rf'{name}="([^"]*)"', self.rest)
@@ -96,7 +107,7 @@ def operations(text: str) -> dict[str, list[Operation]]:
     for line in text.splitlines():
         if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
             inside = of.setdefault(head[1], [])
-        elif one := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)", line):
+        elif one := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line):
             inside.append(Operation(*one.groups()))
     return of
 
@@ -104,42 +115,61 @@ def operations(text: str) -> dict[str, list[Operation]]:
 def messages(text: str) -> list[Message]:
     """All collectives of a scheduled program, in its order, and what stands beside each."""
     of = operations(text)
-
-    def products(operation: Operation) -> list[str]:
-        """Parts of the layer whose matrices it multiplies."""
-        inside = [part for name in operation.called for each in of.get(name, ()) for part in products(each)]
-        return sorted({*inside, *([operation.part] if operation.multiplies else [])})
-
-    def collective(operation: Operation) -> Operation | None:
-        """What it starts or is; `async-start` calls it."""
-        kind = operation.kind.removesuffix("-start")
-        if kind in COLLECTIVES:
-            return operation._replace(kind=kind)
-        called = of.get(operation.called[0], ()) if kind in ("async", "call") and operation.called else ()
-        return next((each for each in map(collective, called) if each), None)
-
-    begun = [o for each in of.values() for o in each if o.kind.endswith("-start")]
+    begun = [operation for inside in of.values() for operation in inside if operation.kind.endswith("-start")]
     bodies = {name for operation in begun for name in operation.called}
-    found = []
-    for name, inside in of.items():
-        open_: dict[str, tuple[int, collections.Counter]] = {}
-        for operation in inside if name not in bodies else ():
-            label = lambda sent: f"{sent.kind} {sent.part}"
-            sent, of_start = collective(operation), re.match(r".*?%?([\w.\-]+)\)", operation.rest)
-            if operation.kind.endswith("-start") and sent:
+    return [message for name, inside in of.items() if name not in bodies for message in _messages(of, inside)]
+
+
+def _messages(of: dict[str, list[Operation]], inside: list[Operation]) -> list[Message]:
+    """Of one computation."""
+    found: list[Message] = []
+    open_: dict[str, tuple[int, collections.Counter]] = {}
+    for operation in inside:
+        begun = operation.operands[0] if operation.operands else ""
+        if what := _collective(of, operation):
+            asynchronous = operation.kind.endswith("-start")
+            if asynchronous:
                 open_[operation.name] = len(found), collections.Counter()
-                found.append(Message(label(sent), True, {}))
-            elif operation.kind.endswith("-done"):
-                if of_start and of_start[1] in open_:
-                    at, beside = open_.pop(of_start[1])
-                    found[at] = found[at]._replace(beside=dict(beside))
-            elif sent and operation.kind in COLLECTIVES:
-                found.append(Message(label(sent), False, {}))
-            elif operation.kind not in NO_WORK:
-                what = " + ".join(products(operation)) or "other"
-                for _, beside in open_.values():
-                    beside[what] += 1
+            shape = re.findall(r"\w+\[[\d,]*\]", operation.type)[-1]
+            found.append(Message(f"{what} {shape}", *_ends(inside, operation), asynchronous, {}))
+        elif operation.kind.endswith("-done") and begun in open_:
+            at, beside = open_.pop(begun)
+            found[at] = found[at]._replace(beside=dict(beside))
+        elif operation.kind not in NO_WORK:
+            for _, beside in open_.values():
+                beside[operation.part if _products(of, operation) else "other"] += 1
     return found
+
+
+def _collective(of: dict[str, list[Operation]], operation: Operation) -> str | None:
+    """The kind that it is or starts; `async-start` calls it."""
+    kind = operation.kind.removesuffix("-start")
+    if kind in COLLECTIVES:
+        return kind
+    called = operation.called if operation.kind in ("async-start", "call-start") else ()
+    kinds = (_collective(of, each) for name in called for each in of.get(name, ()))
+    return next(filter(None, kinds), None)
+
+
+def _products(of: dict[str, list[Operation]], operation: Operation) -> bool:
+    """Whether it multiplies matrices, in what it calls or itself."""
+    return operation.multiplies or any(_products(of, each) for name in operation.called for each in of.get(name, ()))
+
+
+def _ends(inside: list[Operation], message: Operation) -> tuple[str, str]:
+    """Parts of the layer that made what this message sends, and that read what arrives."""
+    by_name = {operation.name: operation for operation in inside}
+    maker = by_name.get(message.operands[0])
+    while maker and not maker.part and maker.operands:
+        maker = by_name.get(maker.operands[0])
+    same, reader = {message.name}, ""
+    for operation in inside[inside.index(message) + 1 :]:
+        if not reader and same & set(operation.operands):
+            if operation.kind in (*NO_WORK, "copy") or operation.kind.endswith(("-done", "-start")):
+                same.add(operation.name)
+            else:
+                reader = operation.part
+    return maker.part if maker else "", reader
 
 
 def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
@@ -199,7 +229,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.json:
         print(json.dumps({"temporary_bytes": memory.temp_size_in_bytes, "messages": [m._asdict() for m in found]}))
         return
+    alone = [m for m in found if not m.asynchronous]
     print(f"{config.ranks} x {config.target}, {memory.temp_size_in_bytes / 1e6:,.0f} MB temporary on each")
-    for message in found:
-        beside = ", ".join(f"{count} {kind}" for kind, count in message.beside.items()) or "nothing"
-        print(f"{message.name:40} beside it: {beside}")
+    print(f"{len(found) - len(alone)} of {len(found)} messages are asynchronous")
+    for m in found:
+        beside = ", ".join(f"{count} {what}" for what, count in sorted(m.beside.items())) or "nothing"
+        print(f"{m.name}, {m.sender} -> {m.reader}: {beside if m.asynchronous else 'alone'}")

@@ -35,6 +35,8 @@ class BenchMoeOverlap:
     latent: int = 1024
     expert_width: int = 768
     target: str = "h200"
+    scheduler: bool = True
+    """XLA's latency-hiding scheduler, as in the training step; without it, XLA's defaults."""
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -94,7 +96,9 @@ class Operation(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        return self.kind in ("dot", "ragged-dot") or bool(re.search("gemm|mosaic", self._attribute("custom_call_target")))
+        return self.kind in ("dot", "ragged-dot") or bool(
+            re.search("gemm|mosaic", self._attribute("custom_call_target"))
+        )
 
     def _attribute(self, name: str) -> str:
         found = re.search(rf'{name}="([^"]*)"', self.rest)
@@ -183,6 +187,7 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
     from k3jax import configs
     from k3jax import model as lm
     from k3jax.layers.common import Axes, Tokens
+    from k3jax.train.devices import compiler_options
 
     fields = "experts_per_token", "hidden_size", "expert_width"
     model = dataclasses.replace(
@@ -201,7 +206,9 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
             module = nnx.merge(nnx.graphdef(part.moe), params)
             return module(x, bias, Tokens(ids, ids, axes))[0]
 
-        y, pullback = jax.lax.optimization_barrier(jax.vjp(layer, params, x))  # as in a pipeline, they are apart in time
+        y, pullback = jax.lax.optimization_barrier(
+            jax.vjp(layer, params, x)
+        )  # as in a pipeline, they are apart in time
         return pullback(y)
 
     shapes = lm.shapes(model, "M")["moe"]
@@ -212,7 +219,8 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
     x = given((config.ranks, config.tokens, config.hidden_size), jnp.bfloat16, tokens)
     bias, ids = given((config.experts,), jnp.float32, P()), given((config.ranks, config.tokens), jnp.int32, tokens)
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, P(), tokens), out_specs=(specs, tokens))
-    return jax.jit(run).lower(params, x, bias, ids).compile()
+    step = jax.jit(run, compiler_options=compiler_options(devices[0].platform) if config.scheduler else None)
+    return step.lower(params, x, bias, ids).compile()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ travels while another is computed. CPU has no such collective: there `exchange.A
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +91,13 @@ class RaggedAllToAll(NamedTuple):
         return plan.replicas[lax.axis_index(self.axis)]
 
     @jax.named_scope("moe.dispatch")
-    def dispatch(self, plan: RaggedPlan, weights_Nk: Float[Array, "N k"], *tokens: Float[Array, "N D"]) -> list[Part]:
-        """Every row's weight and tokens, in parts. All-to-alls: of 8 bytes a row, and for each part of its tokens."""
+    def dispatch(
+        self, plan: RaggedPlan, weights_Nk: Float[Array, "N k"], *tokens: Float[Array, "N D"], beside: Any = None
+    ) -> list[Part]:
+        """Every row's weight and tokens, in parts. All-to-alls: of 8 bytes a row, and for each part of its tokens.
+
+        The first part's rows can be used when `beside` is there: XLA has to make it while they travel.
+        """
         N, k = plan.place.shape
         C = N * k
         listed = lambda values, absent: absent.at[plan.place.reshape(-1)].set(values.reshape(C, -1), mode="drop")
@@ -105,15 +110,19 @@ class RaggedAllToAll(NamedTuple):
         token_of = jnp.broadcast_to(jnp.arange(N)[:, None], (N, k))
         token_C = listed(token_of, jnp.full((C, 1), N))[:, 0]
         list_CD = jnp.concatenate(tokens, 1).at[token_C].get(mode="fill", fill_value=0)
-        arrived, parts = jnp.zeros_like(list_CD), []
+        ends = jnp.cumsum(plan.group_sizes)
+        arrived, parts = [], []
         for i, (begin, end) in enumerate(self._bounds(C)):
             there, rows = clipped(plan.sent.there, plan.sent.new, begin, end)
             _, expected = clipped(plan.computed.here, plan.computed.new, begin, end)
+            own, here = slice(begin, end), plan.sent.here + there - plan.sent.there
+            if parts:  # What is computed first travels first.
+                list_CD = after(list_CD, arrived[-1])
             with jax.named_scope(f"moe.dispatch.part{i}"):
-                arrived = self._send(list_CD, arrived, plan.sent.here + there - plan.sent.there, there, rows, expected)
-            own = slice(begin, end)
-            x_CD = arrived.at[copy_of[own]].get(mode="fill", fill_value=0)
-            ends = jnp.cumsum(plan.group_sizes)
+                sent = self._send(list_CD, jnp.zeros_like(list_CD[own]), here, there - begin, rows, expected)
+            # Read in one operation, two parts would wait for both messages.
+            arrived.append(after(sent, parts[-1].tokens if parts else beside))
+            x_CD = jnp.concatenate(arrived).at[copy_of[own]].get(mode="fill", fill_value=0)
             _, sizes = clipped(ends - plan.group_sizes, plan.group_sizes, begin, end)
             split = jnp.split(x_CD, len(tokens), 1)
             parts.append(Part((begin, end), weights_C[own], tuple(split), sizes))
@@ -222,3 +231,8 @@ def clipped(begin, rows, low: int, high: int):
     """The part of stretches [begin, begin + rows) that lies between low and high: begin, rows."""
     first, last = jnp.clip(begin, low, high), jnp.clip(begin + rows, low, high)
     return first, last - first
+
+
+def after(x: Any, earlier: Any) -> Any:
+    """x, for those who may begin when `earlier` is there: XLA can neither merge the two nor turn their order round."""
+    return lax.optimization_barrier((x, earlier))[0]

@@ -117,7 +117,7 @@ def operations(text: str) -> dict[str, list[Operation]]:
 
 
 def messages(text: str) -> list[Message]:
-    """All collectives of a scheduled program, in its order, and what stands beside each."""
+    """All collectives of a scheduled program and what stands beside each; those of loops come first."""
     of = operations(text)
     begun = [operation for inside in of.values() for operation in inside if operation.kind.endswith("-start")]
     bodies = {name for operation in begun for name in operation.called}
@@ -206,9 +206,8 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
             module = nnx.merge(nnx.graphdef(part.moe), params)
             return module(x, bias, Tokens(ids, ids, axes))[0]
 
-        y, pullback = jax.lax.optimization_barrier(
-            jax.vjp(layer, params, x)
-        )  # as in a pipeline, they are apart in time
+        # Forward and backward share nothing but residuals: in a pipeline they are apart in time.
+        y, pullback = jax.lax.optimization_barrier(jax.vjp(layer, params, x))
         return pullback(y)
 
     shapes = lm.shapes(model, "M")["moe"]
@@ -237,9 +236,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.json:
         print(json.dumps({"temporary_bytes": memory.temp_size_in_bytes, "messages": [m._asdict() for m in found]}))
         return
-    alone = [m for m in found if not m.asynchronous]
+    begun = [m for m in found if m.asynchronous]
+    covered = [m for m in begun if m.beside.keys() - {"other"}]
     print(f"{config.ranks} x {config.target}, {memory.temp_size_in_bytes / 1e6:,.0f} MB temporary on each")
-    print(f"{len(found) - len(alone)} of {len(found)} messages are asynchronous")
+    print(f"{len(begun)} of {len(found)} messages are asynchronous, {len(covered)} have matrix products beside them")
     for m in found:
         beside = ", ".join(f"{count} {what}" for what, count in sorted(m.beside.items())) or "nothing"
-        print(f"{m.name}, {m.sender} -> {m.reader}: {beside if m.asynchronous else 'alone'}")
+        print(f"{m.name}, {m.sender or '?'} -> {m.reader or '?'}: {beside if m.asynchronous else 'alone'}")

@@ -116,13 +116,13 @@ class RaggedAllToAll(NamedTuple):
             there, rows = clipped(plan.sent.there, plan.sent.new, begin, end)
             _, expected = clipped(plan.computed.here, plan.computed.new, begin, end)
             own, here = slice(begin, end), plan.sent.here + there - plan.sent.there
-            if parts:  # What is computed first travels first.
-                list_CD = after(list_CD, arrived[-1])
             with jax.named_scope(f"moe.dispatch.part{i}"):
+                if parts:  # What is computed first travels first.
+                    list_CD = after(list_CD, arrived[-1])
                 sent = self._send(list_CD, jnp.zeros_like(list_CD[own]), here, there - begin, rows, expected)
-            # Read in one operation, two parts would wait for both messages.
-            arrived.append(after(sent, parts[-1].tokens if parts else beside))
-            x_CD = jnp.concatenate(arrived).at[copy_of[own]].get(mode="fill", fill_value=0)
+                # Read in one operation, two parts would wait for both messages.
+                arrived.append(after(sent, parts[-1].tokens if parts else beside))
+                x_CD = jnp.concatenate(arrived).at[copy_of[own]].get(mode="fill", fill_value=0)
             _, sizes = clipped(ends - plan.group_sizes, plan.group_sizes, begin, end)
             split = jnp.split(x_CD, len(tokens), 1)
             parts.append(Part((begin, end), weights_C[own], tuple(split), sizes))

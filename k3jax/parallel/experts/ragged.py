@@ -111,14 +111,14 @@ class RaggedAllToAll(NamedTuple):
         token_C = listed(token_of, jnp.full((C, 1), N))[:, 0]
         list_CD = jnp.concatenate(tokens, 1).at[token_C].get(mode="fill", fill_value=0)
         ends = jnp.cumsum(plan.group_sizes)
-        arrived, parts = [], []
+        arrived, parts, sent = [], [], None
         for i, (begin, end) in enumerate(self._bounds(C)):
             there, rows = clipped(plan.sent.there, plan.sent.new, begin, end)
             _, expected = clipped(plan.computed.here, plan.computed.new, begin, end)
             own, here = slice(begin, end), plan.sent.here + there - plan.sent.there
             with jax.named_scope(f"moe.dispatch.part{i}"):
-                if parts:  # What is computed first travels first.
-                    list_CD = after(list_CD, arrived[-1])
+                if sent is not None:  # What is computed first travels first.
+                    list_CD = after(list_CD, sent)
                 sent = self._send(list_CD, jnp.zeros_like(list_CD[own]), here, there - begin, rows, expected)
                 # Read in one operation, two parts would wait for both messages.
                 arrived.append(after(sent, parts[-1].tokens if parts else beside))

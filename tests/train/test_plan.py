@@ -11,10 +11,9 @@ import tiny
 from k3jax import configs
 from k3jax.optim.groups import Group, parameter_groups
 from k3jax.parallel.experts import best_exchange
-from k3jax.train.devices import compiler_options
 from k3jax.parameters import count, count_by_group, parameters
 from k3jax.train.config import StepConfig
-from k3jax.train.devices import abstract_mesh
+from k3jax.train.devices import abstract_mesh, compiler_options
 from k3jax.train.plan import bytes_per_rank, in_bytes, plan, runs, short, table
 from k3jax.train.step import TrainStep
 from meshes import MeshSpec

@@ -35,6 +35,8 @@ class BenchMoeOverlap:
     latent: int = 1024
     expert_width: int = 768
     target: str = "h200"
+    scheduler: bool = True
+    """XLA's latency-hiding scheduler, as in the training step; without it, XLA's defaults."""
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -47,33 +49,131 @@ class BenchMoeOverlap:
             raise ValueError(f"--target={self.target} is not known: choose one of {', '.join(TARGETS)}")
 
 
+COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
+    "reduce-scatter",
+)  # fmt: skip
+NO_WORK = ("bitcast", "constant", "get-tuple-element", "parameter", "partition-id", "tuple")
+
+
 class Message(NamedTuple):
     name: str
+    """Kind of collective and what arrives."""
+    sender: str
+    """The part of the layer that made what is sent, …"""
+    reader: str
+    """… and the one that reads it: XLA forgets what a ragged all-to-all itself was called."""
+    asynchronous: bool
+    """False where it has no end of its own: nothing runs until it has arrived."""
     beside: dict[str, int]
-    """How many operations of each kind stand between its start and its end."""
+    """Between its start and its end: parts of the layer whose matrix products stand there, "other" operations; how many."""
+
+
+class Operation(NamedTuple):
+    name: str
+    type: str
+    kind: str
+    rest: str
+    """Operands and attributes."""
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """Names of computations."""
+        lists = re.findall(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", self.rest)
+        return re.findall(r"[\w.\-]+", " ".join(lists))
+
+    @property
+    def part(self) -> str:
+        """The part of the layer it comes from, by the innermost scope that is named "moe.…"."""
+        path = self._attribute("op_name").replace("\\", "")
+        scopes = re.findall(r"moe\.([\w.]+)", path)
+        backward = " backward" if "transpose(" in path else ""
+        return scopes[-1] + backward if scopes else path.rpartition("/")[2]
+
+    @property
+    def multiplies(self) -> bool:
+        return self.kind in ("dot", "ragged-dot") or bool(
+            re.search("gemm|mosaic", self._attribute("custom_call_target"))
+        )
+
+    def _attribute(self, name: str) -> str:
+        found = re.search(rf'{name}="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+def operations(text: str) -> dict[str, list[Operation]]:
+    """Of every computation of a scheduled program, in their order."""
+    of: dict[str, list[Operation]] = {}
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            inside = of.setdefault(head[1], [])
+        elif one := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line):
+            inside.append(Operation(*one.groups()))
+    return of
 
 
 def messages(text: str) -> list[Message]:
-    """Of every computation of a scheduled program: asynchronous collectives and what stands inside of each."""
-    found = []
-    open_: dict[str, tuple[str, collections.Counter]] = {}
-    for line in text.splitlines():
-        match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)", line)
-        if not match:
-            open_.clear()  # a message does not leave its computation
-            continue
-        name, kind, rest = match.groups()
-        if kind.endswith("-start"):
-            called = re.search(r"calls=%?([\w.\-]+)", rest)
-            open_[name] = kind.removesuffix("-start") + (f" {called[1]}" if called else ""), collections.Counter()
-        elif kind.endswith("-done") and (begun := re.search(r"%?([\w.\-]+)\)", rest)) and begun[1] in open_:
-            what, beside = open_.pop(begun[1])
-            found.append(Message(what, dict(beside)))
-        elif kind in ("fusion", "custom-call", "dot", "while", "sort", "scatter"):
-            custom = re.search(r'custom_call_target="([^"]+)"', rest)
+    """All collectives of a scheduled program and what stands beside each; those of loops come first."""
+    of = operations(text)
+    begun = [operation for inside in of.values() for operation in inside if operation.kind.endswith("-start")]
+    bodies = {name for operation in begun for name in operation.called}
+    return [message for name, inside in of.items() if name not in bodies for message in _messages(of, inside)]
+
+
+def _messages(of: dict[str, list[Operation]], inside: list[Operation]) -> list[Message]:
+    """Of one computation."""
+    found: list[Message] = []
+    open_: dict[str, tuple[int, collections.Counter]] = {}
+    for operation in inside:
+        begun = operation.operands[0] if operation.operands else ""
+        if what := _collective(of, operation):
+            asynchronous = operation.kind.endswith("-start")
+            if asynchronous:
+                open_[operation.name] = len(found), collections.Counter()
+            shape = re.findall(r"\w+\[[\d,]*\]", operation.type)[-1]
+            found.append(Message(f"{what} {shape}", *_ends(inside, operation), asynchronous, {}))
+        elif operation.kind.endswith("-done") and begun in open_:
+            at, beside = open_.pop(begun)
+            found[at] = found[at]._replace(beside=dict(beside))
+        elif operation.kind not in NO_WORK:
             for _, beside in open_.values():
-                beside[custom[1] if custom else kind] += 1
+                beside[operation.part if _products(of, operation) else "other"] += 1
     return found
+
+
+def _collective(of: dict[str, list[Operation]], operation: Operation) -> str | None:
+    """The kind that it is or starts; `async-start` calls it."""
+    kind = operation.kind.removesuffix("-start")
+    if kind in COLLECTIVES:
+        return kind
+    called = operation.called if operation.kind in ("async-start", "call-start") else ()
+    kinds = (_collective(of, each) for name in called for each in of.get(name, ()))
+    return next(filter(None, kinds), None)
+
+
+def _products(of: dict[str, list[Operation]], operation: Operation) -> bool:
+    """Whether it multiplies matrices, in what it calls or itself."""
+    return operation.multiplies or any(_products(of, each) for name in operation.called for each in of.get(name, ()))
+
+
+def _ends(inside: list[Operation], message: Operation) -> tuple[str, str]:
+    """Parts of the layer that made what this message sends, and that read what arrives."""
+    by_name = {operation.name: operation for operation in inside}
+    maker = by_name.get(message.operands[0])
+    while maker and not maker.part and maker.operands:
+        maker = by_name.get(maker.operands[0])
+    same, reader = {message.name}, ""
+    for operation in inside[inside.index(message) + 1 :]:
+        if not reader and same & set(operation.operands):
+            if operation.kind in (*NO_WORK, "copy") or operation.kind.endswith(("-done", "-start")):
+                same.add(operation.name)
+            else:
+                reader = operation.part
+    return maker.part if maker else "", reader
 
 
 def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
@@ -87,6 +187,7 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
     from k3jax import configs
     from k3jax import model as lm
     from k3jax.layers.common import Axes, Tokens
+    from k3jax.train.devices import compiler_options
 
     fields = "experts_per_token", "hidden_size", "expert_width"
     model = dataclasses.replace(
@@ -105,7 +206,8 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
             module = nnx.merge(nnx.graphdef(part.moe), params)
             return module(x, bias, Tokens(ids, ids, axes))[0]
 
-        y, pullback = jax.vjp(layer, params, x)
+        # Forward and backward share nothing but residuals: in a pipeline they are apart in time.
+        y, pullback = jax.lax.optimization_barrier(jax.vjp(layer, params, x))
         return pullback(y)
 
     shapes = lm.shapes(model, "M")["moe"]
@@ -116,7 +218,8 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
     x = given((config.ranks, config.tokens, config.hidden_size), jnp.bfloat16, tokens)
     bias, ids = given((config.experts,), jnp.float32, P()), given((config.ranks, config.tokens), jnp.int32, tokens)
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, P(), tokens), out_specs=(specs, tokens))
-    return jax.jit(run).lower(params, x, bias, ids).compile()
+    step = jax.jit(run, compiler_options=compiler_options(devices[0].platform) if config.scheduler else None)
+    return step.lower(params, x, bias, ids).compile()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -133,7 +236,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.json:
         print(json.dumps({"temporary_bytes": memory.temp_size_in_bytes, "messages": [m._asdict() for m in found]}))
         return
+    begun = [m for m in found if m.asynchronous]
+    covered = [m for m in begun if m.beside.keys() - {"other"}]
     print(f"{config.ranks} x {config.target}, {memory.temp_size_in_bytes / 1e6:,.0f} MB temporary on each")
-    for message in found:
-        beside = ", ".join(f"{count} {kind}" for kind, count in message.beside.items()) or "nothing"
-        print(f"{message.name:40} beside it: {beside}")
+    print(f"{len(begun)} of {len(found)} messages are asynchronous, {len(covered)} have matrix products beside them")
+    for m in found:
+        beside = ", ".join(f"{count} {what}" for what, count in sorted(m.beside.items())) or "nothing"
+        print(f"{m.name}, {m.sender or '?'} -> {m.reader or '?'}: {beside if m.asynchronous else 'alone'}")

@@ -83,9 +83,15 @@ class LatentMoE(nnx.Module):
         c = self.config
         B, T, D = x_BTD.shape
         x_ND, real_N = x_BTD.reshape(B * T, D), tokens.real.reshape(B * T)
-        routes = route(x_ND, self.router[...], bias_E, real_N, k=c.experts_per_token, scaling=c.routed_scaling)
-        z_NL = x_ND if c.latent_size is None else x_ND @ self.latent_down[...]
+        with jax.named_scope("moe.router"):
+            routes = route(x_ND, self.router[...], bias_E, real_N, k=c.experts_per_token, scaling=c.routed_scaling)
+        with jax.named_scope("moe.latent_down"):
+            z_NL = x_ND if c.latent_size is None else x_ND @ self.latent_down[...]
         z_NL = checkpoint_name(z_NL, "moe.dispatch_in")
+        shared_ND = None
+        if c.shared_experts:
+            with jax.named_scope("moe.shared"):
+                shared_ND = self.shared(x_BTD, tokens).reshape(B * T, D)
         u_NL, load = run_experts(
             z_NL,
             routes.experts_Nk,
@@ -95,17 +101,18 @@ class LatentMoE(nnx.Module):
             num_experts=c.num_experts,
             axis_name=tokens.axes.expert,
             exchange=tokens.axes.exchange,
+            beside=shared_ND,
         )
         u_NL = checkpoint_name(u_NL, "moe.combined")
         if c.latent_size is None:
             y_ND = u_NL.astype(x_ND.dtype)
         else:
-            y_ND = self.latent_norm(u_NL).astype(x_ND.dtype) @ self.latent_up[...]
-        y_BTD = y_ND.reshape(B, T, D)
-        if c.shared_experts:
-            y_BTD = y_BTD + self.shared(x_BTD, tokens)
+            with jax.named_scope("moe.latent_up"):
+                y_ND = self.latent_norm(u_NL).astype(x_ND.dtype) @ self.latent_up[...]
+        if shared_ND is not None:
+            y_ND = y_ND + shared_ND
         stats = MoEStats(histogram(routes, bias_E, real_N, bins=c.balance_bins), load)
-        return y_BTD, jax.tree.map(lax.stop_gradient, stats)
+        return y_ND.reshape(B, T, D), jax.tree.map(lax.stop_gradient, stats)
 
 
 def no_stats(config: ModelConfig) -> MoEStats:

@@ -43,3 +43,11 @@ def abstract_mesh(spec: MeshSpec) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(
         tuple(spec.sizes.values()), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
     )
+
+
+def compiler_options(platform: str) -> dict[str, bool] | None:
+    """What XLA is told beside its defaults when it compiles for devices of this platform.
+
+    GPUs: messages begin early and end late, with other work between; by default nearly all of them run alone.
+    """
+    return {"xla_gpu_enable_latency_hiding_scheduler": True} if platform in ("gpu", "cuda") else None

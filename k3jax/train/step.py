@@ -30,6 +30,7 @@ from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import forward_only
 from k3jax.sharding import param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
+from k3jax.train.devices import compiler_options
 from meshes import AXES, MeshSpec
 
 TOKENS = P(None, ("data", "expert"), "context")
@@ -79,6 +80,7 @@ class TrainStep:
         self.resolved = config.resolve(MeshSpec(**{axis: mesh.shape[axis] for axis in AXES}))
         self.layout = self.resolved.layout
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        self.jit = functools.partial(jax.jit, compiler_options=compiler_options(platform))
         self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(platform))
         self.specs = param_specs(config.model)
         self.learning_rate = learning_rate_schedule(config)
@@ -97,17 +99,17 @@ class TrainStep:
     @functools.cached_property
     def step(self):
         """(state, batch) -> (state, metrics), compiled on first use; the state given is consumed."""
-        return jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, None))
+        return self.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, None))
 
     @functools.cached_property
     def evaluate(self):
         """(state, batch) -> (sum of losses, targets): a forward-only schedule that changes nothing."""
-        return jax.jit(self._evaluate)
+        return self.jit(self._evaluate)
 
     @functools.cached_property
     def gradients(self):
         """(params, balance, batch) -> Gradients, before clipping and optimizer."""
-        return jax.jit(self._gradients)
+        return self.jit(self._gradients)
 
     def place(self, batch: Batch) -> Batch:
         """A host batch of [global_batch, seq_len] arrays as [M, global_batch / M, seq_len] arrays on the mesh."""

@@ -165,20 +165,45 @@ def test_moe_mistakes_are_one_line(argv, said, capsys):
 
 
 SCHEDULED = """
-%region {
-  %a.1 = f32[8]{0} fusion(%p), kind=kLoop, calls=%c
-  %ragged-all-to-all-start.1 = (f32[8], f32[8]) ragged-all-to-all-start(%a.1, %o), replica_groups={{0,1}}
-  %b.2 = f32[8]{0} custom-call(%x), custom_call_target="__cublas$gemm"
-  %c.3 = f32[8]{0} fusion(%b.2), kind=kLoop, calls=%c
-  %d.4 = f32[8]{0} bitcast(%c.3)
-  ROOT %ragged-all-to-all-done.1 = f32[8]{0} ragged-all-to-all-done(%ragged-all-to-all-start.1)
-  %e.5 = f32[8]{0} fusion(%d.4), kind=kLoop, calls=%c
+%tile (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %dot.1 = f32[8,8]{1,0} dot(%x, %x), metadata={op_name="jit(f)/shard_map/jvp(moe.other)/dot_general"}
+}
+
+%turn (i: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %i = (s32[], f32[8,8]{1,0}) parameter(0)
+  ROOT %tiles.2 = (s32[], f32[8,8]{1,0}) fusion(%i), kind=kCustom, calls=%tile
+}
+
+%wrapped (y: f32[8,8]) -> f32[8,8] {
+  %y = f32[8,8]{1,0} parameter(0)
+  ROOT %reduce-scatter.0 = f32[1,8]{1,0} reduce-scatter(%y), replica_groups={{0,1}}
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0), metadata={op_name="params[\\'gate\\']"}
+  %all-gather.1 = f32[64,8]{1,0} all-gather(%p), replica_groups={{0,1}}, metadata={op_name="jit(f)/moe.plan/all_gather"}
+  %a.1 = f32[8,8]{1,0} fusion(%p), kind=kLoop, calls=%c, metadata={op_name="jit(f)/moe.dispatch/gather"}
+  %b.1 = f32[8,8]{1,0} bitcast(%a.1)
+  %ragged-all-to-all-start.1 = ((f32[8,8]{1,0}, s64[2]{0}), f32[4,8]{1,0:S(7)}) ragged-all-to-all-start(%b.1, %o)
+  %b.2 = f32[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/moe.shared/dot"}
+  %c.3 = f32[8,8]{1,0} fusion(%b.2), kind=kLoop, calls=%c
+  %d.4 = (s32[], f32[8,8]{1,0}) while(%w), body=%turn, metadata={op_name="jit(f)/transpose(jvp(moe.part0))/while"}
+  %async-start.1 = ((f32[8,8]{1,0}), f32[1,8]{1,0}) async-start(%c.3), calls=%wrapped
+  %e.5 = f32[8,8]{1,0} copy(%c.3)
+  %async-done.1 = f32[1,8]{1,0} async-done(%async-start.1)
+  %ragged-all-to-all-done.1 = f32[4,8]{1,0:S(7)} ragged-all-to-all-done(%ragged-all-to-all-start.1)
+  ROOT %f.6 = f32[8,8]{1,0} fusion(%ragged-all-to-all-done.1), kind=kLoop, metadata={op_name="jit(f)/moe.experts.part0/add"}
 }
 """
 
 
 def test_overlap_is_read_from_between_start_and_end():
-    assert moe_overlap.messages(SCHEDULED) == [("ragged-all-to-all", {"__cublas$gemm": 1, "fusion": 1})]
+    alone, travels, wrapped = moe_overlap.messages(SCHEDULED)
+    assert alone == ("all-gather f32[64,8]", "params['gate']", "", False, {})
+    beside = {"shared": 1, "part0 backward": 1, "other": 2}
+    assert travels == ("ragged-all-to-all f32[4,8]", "dispatch", "experts.part0", True, beside)
+    assert wrapped[0] == "reduce-scatter f32[1,8]" and wrapped[3:] == (True, {"other": 1})
 
 
 @pytest.mark.parametrize(

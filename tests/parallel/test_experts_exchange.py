@@ -119,6 +119,31 @@ def test_every_exchange_equals_the_dense_mixture_with_raw_gradients(mesh, exchan
 
 
 @pytest.mark.quick
+def test_a_part_travels_while_the_one_before_is_computed():
+    """Of each message, which earlier ones it waits for; and what is made beside the first rows is there before products."""
+    exchange = RaggedAllToAll("expert", E)
+
+    def run(z, experts, weights, kernels, beside):
+        how = exchange, (4.0, 25.0)
+        return mixture.plain_mixture(how, z, weights, kernels, exchange.plan(experts), beside)
+
+    z, experts, weights, kernels = problem(1)
+    given = z, experts, weights, tuple(kernel[: E // 4] for kernel in kernels), jnp.ones(3)
+    program = jax.make_jaxpr(run, axis_env=[("expert", 4)])(*given).jaxpr
+    behind, waits_for = {program.invars[-1]: {"beside"}}, []
+    for eqn in program.eqns:
+        before = set().union(*(behind.get(x, ()) for x in eqn.invars if not hasattr(x, "val")))
+        if eqn.primitive.name == "ragged_all_to_all":
+            waits_for.append(before)
+            before = before | {len(waits_for) - 1}
+        behind |= dict.fromkeys(eqn.outvars, before)
+    weights, labels, first, second, *back = {0, 1, 2}, 3, 4, 5, 6, 7
+    assert not waits_for[first] and waits_for[second] == {first}
+    assert waits_for[back[0]] == {*weights, labels, first, "beside"}
+    assert waits_for[back[1]] == {*weights, labels, first, second, back[0], "beside"}
+
+
+@pytest.mark.quick
 def test_the_exchange_of_gpus_lowers_with_its_gradient():
     """Twice labels, tokens in two parts, replicas of three weights; twice sums in two parts; numbers; a loop for gradients."""
     z, experts, weights, kernels = problem(4)

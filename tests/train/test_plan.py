@@ -13,7 +13,7 @@ from k3jax.optim.groups import Group, parameter_groups
 from k3jax.parallel.experts import best_exchange
 from k3jax.parameters import count, count_by_group, parameters
 from k3jax.train.config import StepConfig
-from k3jax.train.devices import abstract_mesh
+from k3jax.train.devices import abstract_mesh, compiler_options
 from k3jax.train.plan import bytes_per_rank, in_bytes, plan, runs, short, table
 from k3jax.train.step import TrainStep
 from meshes import MeshSpec
@@ -30,6 +30,13 @@ def test_the_plan_says_how_rows_travel_between_experts():
     assert planned("expert=4")["experts"] == "2 of 8 on a rank, room for 2 replicas; rows travel by all_gather"
     assert planned("data=2")["experts"] == "all 8 on every rank"
     assert best_exchange("cpu") == "all_gather" and best_exchange("gpu") == "ragged_all_to_all"
+
+
+@pytest.mark.quick
+def test_only_gpus_get_options_of_the_compiler():
+    """CPU's would refuse them."""
+    assert compiler_options("cpu") is None
+    assert compiler_options("gpu") == compiler_options("cuda") == {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
 @pytest.mark.quick

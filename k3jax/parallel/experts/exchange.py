@@ -54,7 +54,9 @@ class AllGather(NamedTuple):
         """Experts of this rank's replica slots, −1 for unused ones."""
         return plan.replicas
 
-    def dispatch(self, plan: LocalPlan, weights_Nk: Float[Array, "N k"], *tokens: Float[Array, "N D"]) -> list[Part]:
+    def dispatch(
+        self, plan: LocalPlan, weights_Nk: Float[Array, "N k"], *tokens: Float[Array, "N D"], beside: Any = None
+    ) -> list[Part]:
         """Every row's weight and tokens. One all-gather of what is given, and of the rows' places."""
         C = plan.destination.size
         destination_Ak, weights_Ak, *tokens_AD = self.gather(plan.destination, weights_Nk, *tokens)

@@ -19,7 +19,7 @@ from k3jax.ops import grouped_gemm as ops
 from k3jax.parallel.experts.exchange import AllGather, Part
 from k3jax.parallel.experts.load import Load
 from k3jax.parallel.experts.planner import counts
-from k3jax.parallel.experts.ragged import RaggedAllToAll
+from k3jax.parallel.experts.ragged import RaggedAllToAll, after
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 Betas = tuple[float | None, float | None]
@@ -37,6 +37,7 @@ def run_experts(
     num_experts: int,
     axis_name: str | None,
     exchange: str = "all_gather",
+    beside: jax.Array | None = None,
 ) -> tuple[Float[Array, "N L"], Load]:
     """Weighted sum over each token's experts, and this rank's load. No token is ever dropped.
 
@@ -44,14 +45,15 @@ def run_experts(
     a token, −1 for padding. betas: of `ops.glu.gated_activation`.
     Before: each rank holds its own tokens. After: each rank holds the sums of its own tokens, in float32, and every rank has
     computed equally many rows: N·k, or what is left of it without padding, to within one. exchange: a name of EXCHANGES;
-    its class says what it sends. Raises ValueError for another. K3 report, MoonEP.
+    its class says what it sends. Raises ValueError for another. beside: what else is made of the tokens, best while the first
+    rows travel. K3 report, MoonEP.
     """
     how = exchange_of(exchange, axis_name, num_experts), betas
     plan = jax.tree.map(lambda x: checkpoint_name(x, "moe.plan"), how[0].plan(experts_Nk))
     arrays = z_NL, weights_Nk, *kernels
     z_NL, weights_Nk, gate, up, down = (vary_like(x, *arrays) for x in arrays)
     load = Load(plan.group_sizes.sum(), (how[0].own_replicas(plan) >= 0).sum(), counts(experts_Nk, num_experts))
-    return mixture(how, z_NL, weights_Nk, (gate, up, down), plan), load
+    return mixture(how, z_NL, weights_Nk, (gate, up, down), plan, beside), load
 
 
 def best_exchange(platform: str) -> str:
@@ -67,23 +69,25 @@ def exchange_of(name: str, axis: str | None, num_experts: int) -> Exchange:
     return AllGather(None, num_experts) if alone else EXCHANGES[name](axis, num_experts)
 
 
-def plain_mixture(how: tuple[Exchange, Betas], z_NL, weights_Nk, kernels: Kernels, plan):
+def plain_mixture(how: tuple[Exchange, Betas], z_NL, weights_Nk, kernels: Kernels, plan, beside=None):
     """The sums, with whatever gradient autodiff finds: it keeps rows times width several times over."""
-    return _forward(how, z_NL, weights_Nk, kernels, plan)[0]
+    return _forward(how, z_NL, weights_Nk, kernels, plan, beside)[0]
 
 
 mixture = jax.custom_vjp(plain_mixture, nondiff_argnums=(0,))
 
 
-def _forward(how, z_NL, weights_Nk, kernels, plan):
+def _forward(how, z_NL, weights_Nk, kernels, plan, beside):
     exchange, (beta, linear_beta) = how
     gate, up, down = exchange.with_replicas(plan, *kernels)
-    parts, y_CL = exchange.dispatch(plan, weights_Nk, z_NL), []
-    for part in parts:
-        (x_CL,), sizes = part.tokens, part.group_sizes
-        hidden_CF = ops.expert_hidden(x_CL, gate, up, sizes, beta=beta, linear_beta=linear_beta)
-        y = ops.weighted_gemm(hidden_CF, down, part.weights_C, sizes)
-        y_CL.append(_used(part, y).astype(z_NL.dtype))
+    parts, y_CL = exchange.dispatch(plan, weights_Nk, z_NL, beside=beside), []
+    for i, part in enumerate(parts):
+        part = part._replace(tokens=after(part.tokens, y_CL[-1])) if y_CL else part
+        with jax.named_scope(f"moe.experts.part{i}"):
+            (x_CL,), sizes = part.tokens, part.group_sizes
+            hidden_CF = ops.expert_hidden(x_CL, gate, up, sizes, beta=beta, linear_beta=linear_beta)
+            y = ops.weighted_gemm(hidden_CF, down, part.weights_C, sizes)
+            y_CL.append(_used(part, y).astype(z_NL.dtype))
     (u_NL,) = exchange.combine(plan, parts, y_CL)
     return u_NL, (z_NL, weights_Nk, kernels, plan)
 
@@ -93,10 +97,15 @@ def _backward(how, residuals, du_NL):
     exchange, betas = how
     weights = exchange.with_replicas(plan, *kernels)
     parts = exchange.dispatch(plan, weights_Nk, z_NL, du_NL.astype(z_NL.dtype))
-    dx_CL, dp_C, d_weights = zip(*(_part_gradients(betas, part, weights) for part in parts), strict=True)
+    of_parts = []
+    for i, part in enumerate(parts):
+        part = part._replace(tokens=after(part.tokens, of_parts[-1][:2])) if of_parts else part
+        with jax.named_scope(f"moe.experts.part{i}"):
+            of_parts.append(_part_gradients(betas, part, weights))
+    dx_CL, dp_C, d_weights = zip(*of_parts, strict=True)
     dz_NL, dp_Nk = exchange.combine(plan, parts, dx_CL, dp_C)
-    d_weights = jax.tree.map(lambda *of_parts: sum(of_parts), *d_weights)
-    return dz_NL.astype(z_NL.dtype), dp_Nk, exchange.to_owners(plan, *d_weights), None
+    d_weights = jax.tree.map(lambda *parts: sum(parts), *d_weights)
+    return dz_NL.astype(z_NL.dtype), dp_Nk, exchange.to_owners(plan, *d_weights), None, None
 
 
 def _part_gradients(betas: Betas, part: Part, weights: Kernels):

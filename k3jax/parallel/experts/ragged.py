@@ -11,8 +11,9 @@ travels while another is computed. CPU has no such collective: there `exchange.A
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -63,6 +64,7 @@ class RaggedAllToAll(NamedTuple):
     def size(self) -> int:
         return lax.axis_size(self.axis)
 
+    @jax.named_scope("moe.plan")
     def plan(self, experts_Nk: Int[Array, "N k"]) -> RaggedPlan:
         """Collectives: an all-gather of counts, R·E integers, and an all-to-all of R·U."""
         C, R = experts_Nk.size, self.size
@@ -88,8 +90,14 @@ class RaggedAllToAll(NamedTuple):
         """Experts of this rank's replica slots, −1 for unused ones."""
         return plan.replicas[lax.axis_index(self.axis)]
 
-    def dispatch(self, plan: RaggedPlan, weights_Nk: Float[Array, "N k"], *tokens: Float[Array, "N D"]) -> list[Part]:
-        """Every row's weight and tokens, in parts. All-to-alls: of 8 bytes a row, and for each part of its tokens."""
+    @jax.named_scope("moe.dispatch")
+    def dispatch(
+        self, plan: RaggedPlan, weights_Nk: Float[Array, "N k"], *tokens: Float[Array, "N D"], beside: Any = None
+    ) -> list[Part]:
+        """Every row's weight and tokens, in parts. All-to-alls: of 8 bytes a row, and for each part of its tokens.
+
+        The first part's rows can be used when `beside` is there: XLA has to make it while they travel.
+        """
         N, k = plan.place.shape
         C = N * k
         listed = lambda values, absent: absent.at[plan.place.reshape(-1)].set(values.reshape(C, -1), mode="drop")
@@ -102,19 +110,25 @@ class RaggedAllToAll(NamedTuple):
         token_of = jnp.broadcast_to(jnp.arange(N)[:, None], (N, k))
         token_C = listed(token_of, jnp.full((C, 1), N))[:, 0]
         list_CD = jnp.concatenate(tokens, 1).at[token_C].get(mode="fill", fill_value=0)
-        arrived, parts = jnp.zeros_like(list_CD), []
-        for begin, end in self._bounds(C):
+        ends = jnp.cumsum(plan.group_sizes)
+        arrived, parts, sent = [], [], None
+        for i, (begin, end) in enumerate(self._bounds(C)):
             there, rows = clipped(plan.sent.there, plan.sent.new, begin, end)
             _, expected = clipped(plan.computed.here, plan.computed.new, begin, end)
-            arrived = self._send(list_CD, arrived, plan.sent.here + there - plan.sent.there, there, rows, expected)
-            own = slice(begin, end)
-            x_CD = arrived.at[copy_of[own]].get(mode="fill", fill_value=0)
-            ends = jnp.cumsum(plan.group_sizes)
+            own, here = slice(begin, end), plan.sent.here + there - plan.sent.there
+            with jax.named_scope(f"moe.dispatch.part{i}"):
+                if sent is not None:  # What is computed first travels first.
+                    list_CD = after(list_CD, sent)
+                sent = self._send(list_CD, jnp.zeros_like(list_CD[own]), here, there - begin, rows, expected)
+                # Read in one operation, two parts would wait for both messages.
+                arrived.append(after(sent, parts[-1].tokens if parts else beside))
+                x_CD = jnp.concatenate(arrived).at[copy_of[own]].get(mode="fill", fill_value=0)
             _, sizes = clipped(ends - plan.group_sizes, plan.group_sizes, begin, end)
             split = jnp.split(x_CD, len(tokens), 1)
             parts.append(Part((begin, end), weights_C[own], tuple(split), sizes))
         return parts
 
+    @jax.named_scope("moe.combine")
     def combine(
         self,
         plan: RaggedPlan,
@@ -129,12 +143,13 @@ class RaggedAllToAll(NamedTuple):
         N, k = plan.place.shape
         C = N * k
         returned = vary_like(jnp.zeros((C, y_CD[0].shape[1]), y_CD[0].dtype), y_CD[0])
-        for part, y in zip(parts, y_CD, strict=True):
+        for i, (part, y) in enumerate(zip(parts, y_CD, strict=True)):
             begin, end = part.origin
             here, rows = clipped(plan.computed.here, plan.computed.rows, begin, end)
             _, expected = clipped(plan.sent.there, plan.sent.rows, begin, end)
             there = plan.computed.there + here - plan.computed.here
-            returned = self._send(y, returned, here - begin, there, rows, expected)
+            with jax.named_scope(f"moe.combine.part{i}"):
+                returned = self._send(y, returned, here - begin, there, rows, expected)
         at_token = lambda x: x.at[plan.place].get(mode="fill", fill_value=0).astype(jnp.float32)
         back = [at_token(returned).sum(1)]
         for of_parts in numbers:
@@ -144,6 +159,7 @@ class RaggedAllToAll(NamedTuple):
             back.append(at_token(x_C)[..., 0])
         return tuple(back)
 
+    @jax.named_scope("moe.replicas")
     def with_replicas(self, plan: RaggedPlan, *weights: Float[Array, "H ..."]) -> tuple[Float[Array, "U ..."], ...]:
         """Of each: the home experts', then those of the replica slots, sent by their homes; zeros in unused slots."""
         H, rank = plan.replicas.shape[1], lax.axis_index(self.axis)
@@ -155,6 +171,7 @@ class RaggedAllToAll(NamedTuple):
         )
         return tuple(jnp.concatenate([x, fetch(x)]) for x in weights)
 
+    @jax.named_scope("moe.to_owners")
     def to_owners(self, plan: RaggedPlan, *grads: Float[Array, "U ..."]) -> tuple[Float[Array, "H ..."], ...]:
         """Each owner's gradients and those of all its replicas.
 
@@ -214,3 +231,8 @@ def clipped(begin, rows, low: int, high: int):
     """The part of stretches [begin, begin + rows) that lies between low and high: begin, rows."""
     first, last = jnp.clip(begin, low, high), jnp.clip(begin + rows, low, high)
     return first, last - first
+
+
+def after(x: Any, earlier: Any) -> Any:
+    """x, for those who may begin when `earlier` is there: XLA can neither merge the two nor turn their order round."""
+    return lax.optimization_barrier((x, earlier))[0]

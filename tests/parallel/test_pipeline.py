@@ -89,19 +89,24 @@ def executed(spec, schedule, policy="*=keep"):
         loss = lax.psum(out.loss, pipeline.REPLICAS)
         seen = lax.psum(out.counts["seen"], pipeline.REPLICAS)[None]
         if out.grads is None:
-            return loss, seen
+            return loss, seen, out.misplaced
         grads = out.grads | {"chunks": jax.tree.map(lambda a: a[None], out.grads["chunks"])}
         axes = {"embed": pipeline.REPLICAS, "chunks": pipeline.REPLICAS, "dense": AXES, "head": AXES}
-        return loss, seen, {k: jax.tree.map(lambda a, k=k: lax.psum(a, axes[k]), g) for k, g in grads.items()}
+        return (
+            loss,
+            seen,
+            out.misplaced,
+            {k: jax.tree.map(lambda a, k=k: lax.psum(a, axes[k]), g) for k, g in grads.items()},
+        )
 
-    outs = (P(), P("pipe")) + ((specs,) if "forward" != schedule.name else ())
+    outs = (P(), P("pipe"), P()) + ((specs,) if "forward" != schedule.name else ())
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, tokens), out_specs=outs)
 
     def function(params, ids, targets):
         stacked = params | {"chunks": jax.tree.map(by_stage, params["chunks"])}
-        loss, seen, *grads = sharded(stacked, ids, targets)
+        loss, seen, misplaced, *grads = sharded(stacked, ids, targets)
         grads = [g | {"chunks": jax.tree.map(by_chunk, g["chunks"])} for g in grads]
-        return loss, by_chunk(seen), *grads
+        return loss, by_chunk(seen), misplaced, *grads
 
     return jax.jit(function)
 
@@ -120,6 +125,9 @@ CASES = [
     ("pipe=4,data=2", "gpipe", 2, 5, "*=keep"),
     ("pipe=4,expert=2", "zb1p", 1, 5, "*=keep"),
     ("pipe=2,data=2,context=2", "zbv", 2, 4, "*=recompute"),
+    ("pipe=4", "interleaved_1f1b", 2, 8, "*=remote-offload"),
+    ("pipe=2,data=2", "1f1b", 1, 4, "*=local-offload"),
+    ("pipe=4", "zb1p", 1, 8, "toy.pre=local-offload,*=remote-offload"),
 ]
 MORE = [
     ("pipe=4,data=2", "interleaved_1f1b", virtual, microbatches, "*=keep")
@@ -133,7 +141,8 @@ def check_against_plain(mesh, name, virtual, microbatches, policy):
     schedule = build(name, stages=spec.pipe, virtual=virtual, microbatches=microbatches)
     ids, targets = toy_tokens(microbatches, spec.data * spec.expert * spec.context)
     params = toy_params(schedule.chunks)
-    loss, seen, grads = executed(spec, schedule, policy)(params, ids, targets)
+    loss, seen, misplaced, grads = executed(spec, schedule, policy)(params, ids, targets)
+    assert misplaced == 0
     want, want_grads = jax.value_and_grad(plain)(params, ids, targets)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     jax.tree.map(
@@ -162,7 +171,8 @@ def test_a_forward_table_gives_the_loss_alone():
     spec = MeshSpec.parse("pipe=4")
     schedule = forward_only(build("interleaved_1f1b", stages=4, virtual=2, microbatches=3))
     params, (ids, targets) = toy_params(8), toy_tokens(3, 1)
-    loss, seen = executed(spec, schedule)(params, ids, targets)
+    loss, seen, misplaced = executed(spec, schedule)(params, ids, targets)
+    assert misplaced == 0
     np.testing.assert_allclose(loss, plain(params, ids, targets), rtol=1e-5)
     assert (seen == 3).all()
 

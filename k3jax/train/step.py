@@ -28,7 +28,7 @@ from k3jax.parallel import boxes, pipeline
 from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import forward_only
-from k3jax.sharding import param_specs, reduce_gradients
+from k3jax.sharding import owners_of, param_specs, reduce_gradients, scatter_gradients
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import compiler_options
 from meshes import AXES, MeshSpec
@@ -87,6 +87,7 @@ class TrainStep:
         self.optimizer = make_optimizer(config, self.learning_rate)
         self.state_shapes = jax.eval_shape(self._init)
         self.state_shardings = self._shardings(self.state_shapes)
+        self.owners = owners_of(self.state_shapes.params, self.specs, dict(mesh.shape)) if config.zero else None
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
         self.resolved.policy.check(self.activation_names)
 
@@ -173,9 +174,14 @@ class TrainStep:
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        specs = Gradients._make([P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P()])
+        owners = self.owners
+        grad_specs = jax.tree.map(lambda o: o.out_spec, owners) if owners else self.specs
+        specs = Gradients._make([P(), grad_specs, {p: STACKED for p in balance["chunks"]}, P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
-        return self._sharded(local, specs)(params, balance, self._flags(), batch)
+        out = self._sharded(local, specs)(params, balance, self._flags(), batch)
+        if not owners:
+            return out
+        return out._replace(grads=jax.tree.map(lambda g, o: o.whole(g, self.mesh), out.grads, owners))
 
     def _evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         forward = forward_only(self.resolved.schedule)
@@ -200,14 +206,18 @@ class TrainStep:
     def _local_gradients(self, params, balance, flags, batch: Batch, *, schedule) -> Gradients:
         total = lax.psum((batch.targets >= 0).sum(), pipeline.REPLICAS)
         cotangent = 1.0 / jnp.maximum(total, 1)
-        outcome = pipeline.run(schedule, *self._program(params, balance, flags, batch), cotangent)
+        owners = self.owners
+        replicas = jax.tree.map(lambda o: o.axes, owners["chunks"]) if owners else None
+        outcome = pipeline.run(
+            schedule, *self._program(params, balance, flags, batch), cotangent, replicas=replicas
+        )
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
         stats = outcome.counts
         loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
-            reduce_gradients(grads, self.specs),
+            scatter_gradients(grads, owners) if owners else reduce_gradients(grads, self.specs),
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             tokens,
             load_metrics(loads),

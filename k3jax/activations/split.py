@@ -180,10 +180,12 @@ class Cut:
     def _choose(self, first: list[Step], second: list[Step], late_outputs: list) -> tuple[list[Value], list[Step]]:
         """The values held from B to W for the least price, and W's steps that could as well run in B.
 
-        In the graph a value is an edge from being made to being there for W; a path from the source is a need of B's time.
+        A value is an edge from being made to being there for W, and is held if the cut takes it. What only B can make hangs
+        on the source, what W cannot do without leads to the sink; other edges are the prices of making a cheap value again
+        in W, or earlier in B.
         """
         made, there, edges = (lambda v: (v, 0)), (lambda v: (v, 1)), []
-        ready: dict[Value, None] = {}
+        ready: dict[Value, None] = {}  # what B has or could have, in order
         movable, moved = [], set()
 
         def value(v: Value, operands: Iterable | None):
@@ -205,9 +207,9 @@ class Cut:
                 if again:
                     edges.append(("B", made(v), RUN * self._bytes(v)))
         inputs = set(self.program.inputs)
-        known = lambda o: isinstance(o, Known) or o in ready or (o in inputs and self.have[o] is Have.FREE)
+        at_hand = lambda o: isinstance(o, Known) or o in ready or (o in inputs and self.have[o] is Have.FREE)
         for step in second:
-            if self.refine and (step.name in CHEAP or is_vector_product(step)) and all(map(known, step.operands)):
+            if self.refine and (step.name in CHEAP or is_vector_product(step)) and all(map(at_hand, step.operands)):
                 for v in step.results:
                     value(v, step.operands)
                     edges.append((made(v), "W", RUN * self._bytes(v)))

@@ -38,7 +38,7 @@ class Value:
     type: Type
 
 
-def value_like(var: core.Var) -> Value:
+def value_like(var: Any) -> Value:
     return Value(Type(var.aval.shape, var.aval.dtype, axes_of_type(var.aval)))
 
 
@@ -49,15 +49,18 @@ class Known:
     value: Any
 
 
+Atom = Value | Known
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """An equation whose calls are inlined; `inner`: bodies that can be cut."""
 
     name: str
     run: Callable[..., Sequence[Any]]
-    operands: list[Value | Known]
+    operands: Sequence[Atom]
     results: list[Value]
-    eqn: core.JaxprEqn | None = None
+    eqn: Any = None
     inner: tuple[Program, ...] = ()
     effects: bool = False
 
@@ -65,7 +68,7 @@ class Step:
 class Program(NamedTuple):
     inputs: list[Value]
     steps: list[Step]
-    outputs: list[Value | Known]
+    outputs: Sequence[Atom]
 
     def __call__(self, *values):
         env = dict(zip(self.inputs, values, strict=True))
@@ -79,9 +82,9 @@ def read(jaxpr: core.Jaxpr, consts: Iterable[Any] = ()) -> Program:
     """The program with its calls inlined, every value made once."""
     steps: list[Step] = []
 
-    def inline(jaxpr, consts, inputs):
-        env = dict(zip(jaxpr.constvars, map(Known, consts), strict=True))
-        env |= dict(zip(jaxpr.invars, inputs, strict=True))
+    def inline(jaxpr, consts, inputs) -> list[Atom]:
+        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(Known, consts), strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
         get = lambda atom: Known(atom.val) if isinstance(atom, core.Literal) else env[atom]
         for eqn in jaxpr.eqns:
             operands = list(map(get, eqn.invars))
@@ -102,7 +105,7 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
-def as_step(eqn: core.JaxprEqn, operands: list, results: list[Value]) -> Step:
+def as_step(eqn: core.JaxprEqn, operands: Sequence[Atom], results: list[Value]) -> Step:
     name = eqn.primitive.name
     # That an equation names a mesh axis is listed as an effect, and orders nothing.
     effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
@@ -118,7 +121,7 @@ def bind(eqn: core.JaxprEqn, *values: Any) -> Sequence[Any]:
     return made if eqn.primitive.multiple_results else [made]
 
 
-def demand(program: Program, wanted: Iterable[bool]) -> set[Value | Known]:
+def demand(program: Program, wanted: Iterable[bool]) -> set[Atom]:
     """All values that the wanted outputs, and effects, are made of."""
     need = {v for v, w in zip(program.outputs, wanted, strict=True) if w}
     for step in reversed(program.steps):

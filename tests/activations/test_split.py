@@ -297,15 +297,20 @@ class ChunkBackward:
             self.free = [i < w or w + s <= i < a for i in range(len(inputs))]
             return [x[None] for x in inputs]
 
-        params = jax.jit(lambda: step._init().params)()
-        balance = tiny.skewed_balance(step.config.model, step.layout)
-        batch = step.place(tiny.batch(step.config))
-        self._forward = jax.jit(step._sharded(forward, self.everywhere)).trace(params, balance, step._flags(), batch)
-        self._arguments = params, balance, step._flags(), batch
+        self.step = step
+        self.rest = (
+            tiny.skewed_balance(step.config.model, step.layout),
+            step._flags(),
+            step.place(tiny.batch(step.config)),
+        )
+        run = jax.jit(step._sharded(forward, self.everywhere))
+        self.forward = run.trace(step.state_shapes.params, *self.rest)
         self.bytes = [a.dtype.itemsize * a.size for a in self.closed.in_avals]
 
     def inputs(self):
-        return self._forward.lower().compile()(*self._arguments)
+        """Values of a forward pass; leading dim: devices."""
+        params = jax.jit(lambda: self.step._init().params, out_shardings=self.step.state_shardings.params)()
+        return self.forward.lower().compile()(params, *self.rest)
 
     def compile(self, function, inputs):
         local = lambda *xs: [y[None] for y in function(*(x[0] for x in xs))]

@@ -24,10 +24,10 @@ def padded(size: int, replicas: int) -> int:
     return math.ceil(size / replicas) * replicas
 
 
-def flat(gradient: jax.Array, size: int) -> jax.Array:
-    """The gradient as one float32 dim of that many elements, the last of them zeros."""
-    elements = gradient.reshape(-1).astype(jnp.float32)
-    return jnp.pad(elements, (0, size - elements.size))
+def flat(gradient: jax.Array, size: int, kept: int = 0) -> jax.Array:
+    """All dims but the first few `kept` ones as one float32 dim of that many elements, the last of them zeros."""
+    elements = gradient.reshape(*gradient.shape[:kept], -1).astype(jnp.float32)
+    return jnp.pad(elements, [(0, 0)] * kept + [(0, size - elements.shape[-1])])
 
 
 def scatter(flat_gradient: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -36,7 +36,7 @@ def scatter(flat_gradient: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     Before: every replica holds contributions to all elements. After: the sum for its own elements alone, in the order of
     replicas. One reduce-scatter; a replica sends about the bytes of the whole, an all-reduce sends twice as many.
     """
-    return lax.psum_scatter(flat_gradient, axes, tiled=True)
+    return lax.psum_scatter(flat_gradient, axes, scatter_dimension=flat_gradient.ndim - 1, tiled=True)
 
 
 class WholeSums:

@@ -67,7 +67,7 @@ class Owners:
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """A device's own contributions to the gradient, to this owner's part of the sum over replicas."""
-        return self.placed(scatter(flat(gradient, self.owned * self.replicas), self.axes))
+        return self.placed(scatter(flat(gradient, self.owned * self.replicas, self.kept), self.axes))
 
     def placed(self, shard: jax.Array) -> jax.Array:
         """A device's part of the owners' array from its own elements, in whatever dims."""
@@ -78,13 +78,12 @@ class Owners:
         """The logical gradient from the owners' array, outside of shard_map; an all-gather over the replicas."""
         constrain = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
         gathered = constrain(owners, P(*self.out_spec[:-1], None))[..., : self.elements]
-        kept, dims = self.kept, dict(enumerate(self.shape[self.kept :], self.kept))
-        for dim, axis in self.sharded_dims.items():
-            dims[dim] //= self.sizes[axis]
-        parts = [self.sizes[axis] for axis in self.sharded_dims.values()]
-        apart = gathered.reshape(*self.shape[:kept], *parts, *dims.values())
+        kept, parts = self.kept, {dim: self.sizes[axis] for dim, axis in self.sharded_dims.items()}
+        local = [size // parts.get(dim, 1) for dim, size in enumerate(self.shape)][kept:]
+        apart = gathered.reshape(*self.shape[:kept], *parts.values(), *local)
+        place = {dim: kept + i for i, dim in enumerate(parts)}
         order = list(range(kept))
-        for dim in dims:  # each sharded dim behind the parts that make it up
-            order += [kept + list(self.sharded_dims).index(dim)] if dim in self.sharded_dims else []
+        for dim in range(kept, len(self.shape)):  # what a dim was split into goes in front of its local rest
+            order += [place[dim]] if dim in place else []
             order.append(dim + len(parts))
         return constrain(apart.transpose(order).reshape(self.shape), self.spec)

@@ -1,0 +1,258 @@
+"""Pipeline ZeRO-2: no gradient is lost between two buffers and the owners' shards, and the device holds no more than them."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from k3jax.parallel import pipeline
+from k3jax.parallel.owners import Owners
+from k3jax.parallel.schedules import NAMES, RECIPES, build, forward_only
+from k3jax.parallel.zero import buffering, bytes_per_parameter
+from meshes import MeshSpec
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 5), st.integers(1, 14))
+def test_two_buffers_serve_any_table(name, stages, virtual, microbatches):
+    """Every gradient reaches its shard once, no buffer is written while it is flushed or before, first flushes store."""
+    schedule = build(name, stages=stages, virtual=RECIPES[name].virtual or virtual, microbatches=microbatches)
+    plan = buffering(schedule)
+    plan.validate(schedule)
+    assert plan.num_buffers == min(2, schedule.virtual)
+    if schedule.virtual <= 2:
+        assert plan.num_flushes == schedule.virtual, "buffers are enough for all chunks: nothing is flushed early"
+    else:  # a ring runs its chunks in turn, each for a round of as many microbatches as there are stages
+        rounds = math.ceil(schedule.microbatches / schedule.stages)
+        assert plan.num_flushes == schedule.virtual * rounds
+
+
+FAULTS = {
+    "a flush is left out": ("flush", lambda a, at: a.__setitem__(at, -1)),
+    "a flush is of another buffer": ("flush", lambda a, at: a.__setitem__((*at, 0), 1 - a[(*at, 0)])),
+    "a flush goes to another chunk": ("flush", lambda a, at: a.__setitem__((*at, 1), (a[(*at, 1)] + 1) % 3)),
+    "a flush adds to memory that nobody wrote, or resets a shard": (
+        "flush",
+        lambda a, at: a.__setitem__((*at, 2), 1 - a[(*at, 2)]),
+    ),
+    "a gradient is dropped": ("buffer", lambda a, at: a.__setitem__(at, -1)),
+    "a gradient goes to the other buffer": ("buffer", lambda a, at: a.__setitem__(at, 1 - a[at])),
+    "a buffer is reset between microbatches, or goes on with another chunk": (
+        "starts",
+        lambda a, at: a.__setitem__(at, not a[at]),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_plan_is_refused_wherever_it_is_wrong(fault):
+    schedule = build("interleaved_1f1b", stages=2, virtual=3, microbatches=4)
+    plan = buffering(schedule)
+    column, change = FAULTS[fault]
+    places = np.argwhere(plan.buffer >= 0) if column != "flush" else np.argwhere(plan.flush[..., 0] >= 0)
+    assert len(places) >= 12
+    for at in map(tuple, places):
+        wrong = getattr(plan, column).copy()
+        change(wrong, at)
+        with pytest.raises(ValueError, match="gradient buffers of interleaved_1f1b, stage"):
+            dataclasses.replace(plan, **{column: wrong}).validate(schedule)
+
+
+def test_a_buffer_is_not_used_before_its_flush_has_finished():
+    """Flushes moved a few ticks later than planned meet the run that fills the buffer again."""
+    schedule = build("interleaved_1f1b", stages=2, virtual=3, microbatches=4)
+    plan = buffering(schedule)
+    ends = np.flatnonzero(plan.flush[:, 0, 0] >= 0)
+    buffer = plan.flush[ends[0], 0, 0]
+    again = next(t for t in range(ends[0], schedule.num_ticks) if plan.buffer[t, 0] == buffer)
+    late = plan.flush.copy()
+    late[again, 0], late[ends[0], 0] = late[ends[0], 0], -1
+    with pytest.raises(ValueError, match=f"tick {again} writes buffer {buffer} while it is flushed"):
+        dataclasses.replace(plan, flush=late).validate(schedule)
+
+
+def test_a_table_without_backwards_has_nothing_to_buffer():
+    with pytest.raises(ValueError, match="makes no gradients"):
+        buffering(forward_only(build("1f1b", stages=2, microbatches=2)))
+
+
+# ---- the sums --------------------------------------------------------------------------------------------------------
+
+LEAVES = {"five": (5,), "seven": (7,), "one": (1, 1)}  # fewer elements than replicas, and none a multiple of them
+D = 13
+
+
+def toy_chunk(weights, x, factor):
+    """Linear in its weights: each microbatch's gradient is its factor times what x is."""
+    w = jnp.concatenate([weights["chunk"][name].reshape(-1) for name in LEAVES])
+    scale = checkpoint_name(jnp.broadcast_to(1 + w * factor, x.shape), "toy.scale")
+    return x * scale, {}
+
+
+@functools.cache
+def toy(mesh: str, name: str, virtual: int, microbatches: int, zero: int):
+    """(params, inputs [M, ranks, D], factors [M]) -> gradients of chunks, sums over microbatches and replicas."""
+    spec = MeshSpec.parse(mesh)
+    schedule = build(name, stages=spec.pipe, virtual=virtual, microbatches=microbatches)
+    leaf_spec = P("pipe")
+    owners = {
+        name: Owners(P("pipe", None, *[None] * len(shape)), (spec.pipe, virtual, *shape), spec.sizes, kept=2)
+        for name, shape in LEAVES.items()
+    }
+
+    def local(params, inputs, factors):
+        program = pipeline.Program(
+            embed=lambda p, m: lax.psum(jnp.where(lax.axis_index("pipe") == 0, inputs[m] * p["scale"], 0), "pipe"),
+            chunk=pipeline.KEEP_ALL.checkpoint(toy_chunk, {"toy.scale"}),
+            extras=lambda v, m: factors[m],
+            head=lambda p, x, m, last: lax.psum(jnp.where(last, (x * p["w"]).sum(), 0), "pipe"),
+        )
+        mine = params | {"chunks": jax.tree.map(lambda a: a[0], params["chunks"])}
+        replicas = {name: o.axes for name, o in owners.items()} if zero else None
+        out = pipeline.run(schedule, program, mine, jnp.ones(()), replicas=replicas)
+        chunks = out.grads["chunks"]
+        if zero:
+            return {name: o.placed(chunks[name]) for name, o in owners.items()}
+        return jax.tree.map(lambda a: lax.psum(a, pipeline.REPLICAS)[None], chunks)
+
+    specs = {"embed": P(), "chunks": leaf_spec, "dense": {}, "head": P()}
+    out_specs = {name: o.out_spec for name, o in owners.items()} if zero else leaf_spec
+    in_specs = (specs, P(None, pipeline.REPLICAS), P())
+    built = spec.build()
+    sharded = jax.shard_map(local, mesh=built, in_specs=in_specs, out_specs=out_specs)
+
+    def gradients(params, inputs, factors):
+        grads = sharded(params, inputs, factors)
+        return {name: o.whole(grads[name], built) for name, o in owners.items()} if zero else grads
+
+    return jax.jit(gradients)
+
+
+def toy_problem(mesh: str, virtual: int, microbatches: int, seed: int = 0):
+    spec, random = MeshSpec.parse(mesh), np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+    params = {
+        "embed": {"scale": draw(D)},
+        "chunks": {name: 0.1 * draw(spec.pipe, virtual, *shape) for name, shape in LEAVES.items()},
+        "dense": {},
+        "head": {"w": draw(D)},
+    }
+    ranks = spec.data * spec.expert * spec.context
+    return params, draw(microbatches, ranks, D), draw(microbatches)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_of_microbatches_add_up(zero):
+    """1, 2 and 4 are 7: of three chunks on a stage each is flushed twice, and neither flush may take the other's place."""
+    mesh = "data=2,pipe=2"
+    params, inputs, _ = toy_problem(mesh, 3, 3)
+    ones = lambda tree, value: jax.tree.map(lambda a: jnp.full_like(a, value), tree)
+    params |= {"embed": ones(params["embed"], 1), "chunks": ones(params["chunks"], 0), "head": ones(params["head"], 1)}
+    grads = toy(mesh, "interleaved_1f1b", 3, 3, zero)(params, jnp.ones_like(inputs), jnp.asarray([1.0, 2.0, 4.0]))
+    for grad in jax.tree.leaves(grads):
+        np.testing.assert_array_equal(grad, 2 * 7)  # both replicas of data see the same
+
+
+TABLES = [
+    ("data=4", "interleaved_1f1b", 1, 3),
+    ("data=4,pipe=2", "interleaved_1f1b", 3, 5),
+    ("data=2,pipe=2,expert=2", "1f1b", 1, 4),
+    ("data=2,pipe=2,context=2", "zbv", 2, 4),
+    ("data=2,pipe=4", "zb1p", 1, 6),
+    ("pipe=2,expert=2,context=2", "gpipe", 4, 3),
+    ("pipe=8", "plain_1f1b", 1, 2),
+]
+
+
+@pytest.mark.parametrize(("mesh", "name", "virtual", "microbatches"), TABLES)
+def test_leaves_that_do_not_divide_by_their_replicas_get_the_same_gradients(mesh, name, virtual, microbatches):
+    """Leaves of 5, 7 and 1 elements."""
+    problem = toy_problem(mesh, virtual, microbatches)
+    want, got = (toy(mesh, name, virtual, microbatches, zero)(*problem) for zero in (0, 2))
+    for leaf in LEAVES:
+        assert got[leaf].shape == want[leaf].shape and got[leaf].dtype == want[leaf].dtype == jnp.float32
+        # float32 sums in another order: replicas before microbatches
+        np.testing.assert_allclose(got[leaf], want[leaf], atol=1e-6 * float(jnp.abs(want[leaf]).max()))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("spec", "shape", "kept"),
+    [
+        (P(None), (5,), 0),
+        (P(None), (7,), 0),
+        (P(None, None), (1, 1), 0),
+        (P("pipe", None, None, "expert"), (2, 3, 5, 4), 2),
+        (P("pipe", None), (6, 3), 0),
+        (P(None, "expert", None, "pipe"), (3, 2, 5, 4), 1),
+    ],
+)
+def test_every_element_has_one_owner(spec, shape, kept):
+    """Each device contributes its own numbers; the owners' parts together are the sum, element by element."""
+    mesh = MeshSpec.parse("data=2,pipe=2,expert=2").build()
+    owners = Owners(spec, shape, dict(mesh.shape), kept)
+    assert (owners.owned - 1) * owners.replicas < owners.elements <= owners.owned * owners.replicas
+
+    def local(a):
+        mine = a * (1 + lax.axis_index(owners.axes))  # replicas are told apart
+        return owners.scatter(mine), lax.psum(mine, owners.axes)
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(owners.out_spec, spec))
+
+    def both(a):
+        parts, whole = sharded(a)
+        return parts, owners.whole(parts, mesh), whole
+
+    parts, got, want = jax.jit(both)(jnp.arange(1.0, 1 + math.prod(shape)).reshape(shape))
+    np.testing.assert_array_equal(got, want)
+    # No element lies twice: the parts are apart, and sum to what the whole sums to.
+    assert len({str(shard.index) for shard in parts.addressable_shards}) == mesh.devices.size
+    assert float(parts.sum()) == float(want.sum())
+
+
+# ---- what the device holds -------------------------------------------------------------------------------------------
+
+
+def carry_bytes(mesh: str, virtual: int, zero: int) -> tuple[int, int]:
+    """Bytes of the executor's loop on the device and in host memory."""
+    function = toy(mesh, "interleaved_1f1b", virtual, 8, zero)
+    jaxpr = jax.make_jaxpr(function)(*toy_problem(mesh, virtual, 8)).jaxpr
+    (loop,) = (e for e in equations(jaxpr) if e.primitive.name == "scan")
+    carried = loop.params["jaxpr"].out_avals[: loop.params["num_carry"]]
+    on_host = [a.memory_space == jax.memory.Space.Host for a in carried]
+    size = lambda host: sum(a.size * a.dtype.itemsize for a, h in zip(carried, on_host, strict=True) if h == host)
+    return size(False), size(True)
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+                yield from equations(getattr(value, "jaxpr", value))
+
+
+def chunk_bytes(replicas: int) -> int:
+    """Of one chunk's float32 gradient with the padding that makes it divide."""
+    return sum(4 * math.ceil(math.prod(shape) / replicas) * replicas for shape in LEAVES.values())
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4, 7])
+def test_the_device_holds_two_chunk_buffers_however_many_chunks(virtual):
+    mesh, replicas = "data=4,pipe=2", 4
+    (whole, nothing), (device, host) = (carry_bytes(mesh, virtual, zero) for zero in (0, 2))
+    gradients = device - (whole - virtual * 4 * D)
+    assert nothing == 0
+    assert gradients == min(2, virtual) * chunk_bytes(replicas)
+    assert host == virtual * chunk_bytes(replicas) // replicas

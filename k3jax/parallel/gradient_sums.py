@@ -64,7 +64,7 @@ class ShardedSums:
 
     def __init__(self, schedule: Schedule, replicas: Tree):
         self.plan, self.replicas = buffering(schedule), replicas
-        self.columns = {"buffer": self.plan.buffer, "starts": self.plan.starts, "flush": self.plan.flush[:-1]}
+        self.columns = {"buffer": self.plan.buffer, "starts": self.plan.starts, "flush": self.plan.flush}
 
     def empty(self, chunks: Tree) -> Tree:
         def sizes(a, axes):
@@ -81,26 +81,30 @@ class ShardedSums:
         }
 
     def add(self, sums: Tree, row: Tree, stage: jax.Array, v: jax.Array, part: Tree) -> Tree:
-        shards = self._flush(sums, row["flush"][stage])
-        index, starts = jnp.maximum(row["buffer"][stage], 0), row["starts"][stage]
-        elements = jax.tree.map(lambda d, b: flat(d, b.shape[1]), part, sums["buffers"])
-        return {"buffers": add_at(sums["buffers"], index, elements, fresh=starts), "shards": shards}
+        buffers, shards, index = sums["buffers"], sums["shards"], jnp.maximum(row["buffer"][stage], 0)
+        if (self.plan.flush >= 0).any():
+            # A flush says where to add meanwhile: XLA then knows that it reads before the sum is written, and copies nothing.
+            flush = lambda shards, index: (
+                self._flush(buffers, shards, *row["flush"][stage]),
+                1 - row["flush"][stage, 0],
+            )
+            keep = lambda *unchanged: unchanged
+            shards, index = lax.cond(row["flush"][stage, 0] >= 0, flush, keep, shards, index)
+        elements = jax.tree.map(lambda d, b: flat(d, b.shape[1]), part, buffers)
+        return {"buffers": add_at(buffers, index, elements, fresh=row["starts"][stage]), "shards": shards}
 
     def finish(self, sums: Tree, stage: jax.Array) -> Tree:
-        shards = self._flush(sums, jnp.asarray(self.plan.flush[-1])[stage])
+        shards = sums["shards"]
+        for buffer, rest in enumerate(jnp.asarray(self.plan.rest)):
+            shards = self._flush(sums["buffers"], shards, buffer, *rest[stage])
         return jax.device_put(shards, jax.memory.Space.Device)
 
-    def _flush(self, sums: Tree, flush: jax.Array) -> Tree:
-        """The shards with a buffer reduce-scattered into one of them, if the plan says so.
+    def _flush(self, buffers: Tree, shards: Tree, buffer: jax.Array | int, chunk: jax.Array, first: jax.Array) -> Tree:
+        """The shards with a buffer reduce-scattered into that of a chunk.
 
         Memory that nobody has written holds anything on a GPU: the first flush of a chunk stores, later ones add.
         """
-        buffer, chunk, first = flush
-
-        def flushed(shards):
-            parts = jax.tree.map(scatter, take(sums["buffers"], buffer), self.replicas)
-            before = jax.device_put(take(shards, chunk), jax.memory.Space.Device)
-            after = jax.tree.map(lambda a, d: jnp.where(first > 0, d, a + d), before, parts)
-            return vary(replace(shards, jax.device_put(after, jax.memory.Space.Host), chunk))
-
-        return lax.cond(buffer >= 0, flushed, lambda shards: shards, sums["shards"])
+        parts = jax.tree.map(scatter, take(buffers, jnp.int32(buffer)), self.replicas)
+        before = jax.device_put(take(shards, chunk), jax.memory.Space.Device)
+        after = jax.tree.map(lambda a, d: jnp.where(first > 0, d, a + d), before, parts)
+        return vary(replace(shards, jax.device_put(after, jax.memory.Space.Host), chunk))

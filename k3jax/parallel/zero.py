@@ -26,19 +26,16 @@ class Buffering:
     """Buffer that a weight gradient adds into; -1 at any other operation."""
     starts: Bool[np.ndarray, "ticks stages"]
     """Whether it overwrites what is there instead."""
-    flush: Int32[np.ndarray, "flushes stages 3"]
+    flush: Int32[np.ndarray, "ticks stages 3"]
     """(buffer, virtual chunk, whether its shard is written for the first time), or -1s. A flush reads its buffer as the tick
-    before left it and is done when its tick is; one row more than ticks, because the last flush follows the table."""
+    before left it, and is done when its tick is."""
+    rest: Int32[np.ndarray, "buffers stages 2"]
+    """(virtual chunk, whether its shard is written for the first time) of each buffer's flush after the last tick."""
 
     @property
     def num_buffers(self) -> int:
-        """Two; one for a stage of a single chunk."""
-        return int(self.buffer.max()) + 1
-
-    @property
-    def num_flushes(self) -> int:
-        """Most flushes of one stage."""
-        return int((self.flush[..., 0] >= 0).sum(axis=0).max())
+        """Two; one for stages of a single chunk."""
+        return len(self.rest)
 
     def validate(self, schedule: Schedule) -> None:
         """Replay; ValueError at the first thing that would lose or mix up a gradient."""
@@ -53,25 +50,28 @@ def buffering(schedule: Schedule) -> Buffering:
     """The plan: runs of weight gradients of one chunk take the two buffers in turn.
 
     A run's buffer is flushed in the tick after the run ends, while the next run fills the other one, and so is free when a
-    third begins. If that is of the same chunk, it goes on where the first ended and nothing is flushed: with two chunks on
-    a stage each is flushed once. Raises ValueError for a table without backwards.
+    third begins. If that is of the same chunk, it goes on where the first ended and nothing is flushed: two chunks on a
+    stage are flushed only at the end. Raises ValueError for a table without backwards.
     """
     if schedule.kinds[-1] == FORWARD:
         raise ValueError(f"{schedule.name} makes no gradients: nothing to buffer")
     ticks, stages = schedule.mail.shape
-    buffer, flush = np.full((ticks, stages), -1, np.int32), np.full((ticks + 1, stages, 3), -1, np.int32)
-    starts = np.zeros((ticks, stages), bool)
+    none = lambda *shape: np.full(shape, -1, np.int32)
+    buffer, flush = none(ticks, stages), none(ticks, stages, 3)
+    starts, rest = np.zeros((ticks, stages), bool), none(min(BUFFERS, schedule.virtual), stages, 2)
     for stage in range(stages):
-        runs = _runs(schedule, stage)
-        chunks = [chunk for chunk, _ in runs]
         written: set[int] = set()
+        runs = _runs(schedule, stage)
         for i, (chunk, at) in enumerate(runs):
-            buffer[at, stage] = i % BUFFERS
-            starts[at[0], stage] = i < BUFFERS or chunks[i - BUFFERS] != chunk
-            if chunk not in chunks[i + BUFFERS : i + BUFFERS + 1]:
-                flush[at[-1] + 1, stage] = i % BUFFERS, chunk, chunk not in written
+            mine = i % BUFFERS
+            buffer[at, stage] = mine
+            starts[at[0], stage] = i < BUFFERS or runs[i - BUFFERS][0] != chunk
+            if i + BUFFERS >= len(runs):
+                rest[mine, stage] = chunk, chunk not in written
+            elif runs[i + BUFFERS][0] != chunk:
+                flush[at[-1] + 1, stage] = mine, chunk, chunk not in written
                 written.add(chunk)
-    return Buffering(buffer, starts, flush)
+    return Buffering(buffer, starts, flush, rest)
 
 
 def _runs(schedule: Schedule, stage: int) -> list[tuple[int, list[int]]]:
@@ -85,32 +85,35 @@ def _replay(plan: Buffering, schedule: Schedule, stage: int) -> None:
     """See `Buffering.validate`; names of values in place of arrays."""
     held: dict[int, list[tuple[int, int]]] = {}  # buffer -> (virtual chunk, microbatch) whose gradients it sums
     shards: dict[int, list[tuple[int, int]]] = {}
-    for tick in range(schedule.num_ticks + 1):
-        source, chunk, first = plan.flush[tick, stage].tolist()
+
+    def flush(when: str, source: int, chunk: int, first: int) -> None:
         flushed = held.pop(source, None)
+        if flushed is None or {v for v, _ in flushed} != {chunk}:
+            raise ValueError(f"{when} flushes buffer {source} to chunk {chunk}, but it holds {flushed}")
+        if bool(first) == (chunk in shards):
+            raise ValueError(f"{when} takes the shard of chunk {chunk} for {'new' if first else 'written'}")
+        shards.setdefault(chunk, []).extend(flushed)
+
+    for tick, (kind, chunk, m, _) in enumerate(schedule.table[:, stage].tolist()):
+        when, source = f"tick {tick}", plan.flush[tick, stage, 0]
         if source >= 0:
-            if flushed is None or {v for v, _ in flushed} != {chunk}:
-                raise ValueError(f"tick {tick} flushes buffer {source} to chunk {chunk}, but it holds {flushed}")
-            if bool(first) == (chunk in shards):
-                raise ValueError(f"tick {tick} takes the shard of chunk {chunk} for {'new' if first else 'written'}")
-            shards.setdefault(chunk, []).extend(flushed)
-        if tick == schedule.num_ticks:
-            break
-        kind, chunk, m, _ = schedule.table[tick, stage].tolist()
+            flush(when, *plan.flush[tick, stage].tolist())
         target, part = int(plan.buffer[tick, stage]), (chunk // schedule.stages, m)
         if (target >= 0) != (kind == schedule.kinds[-1]):
-            raise ValueError(f"tick {tick} makes {'no' if target >= 0 else 'a'} weight gradient, for buffer {target}")
+            raise ValueError(f"{when} makes {'no' if target >= 0 else 'a'} weight gradient, for buffer {target}")
         if target < 0:
             continue
         if target == source:
-            raise ValueError(f"tick {tick} writes buffer {target} while it is flushed")
+            raise ValueError(f"{when} writes buffer {target} while it is flushed")
         if plan.starts[tick, stage]:
             if target in held:
-                raise ValueError(f"tick {tick} overwrites {held[target]} in buffer {target}")
+                raise ValueError(f"{when} overwrites {held[target]} in buffer {target}")
             held[target] = []
         elif target not in held or held[target][0][0] != part[0]:
-            raise ValueError(f"tick {tick} adds chunk {part[0]} to buffer {target}, which holds {held.get(target)}")
+            raise ValueError(f"{when} adds chunk {part[0]} to buffer {target}, which holds {held.get(target)}")
         held[target].append(part)
+    for source, (chunk, first) in enumerate(plan.rest[:, stage].tolist()):
+        flush("the end", source, chunk, first)
     if held:
         raise ValueError(f"never flushed: {held}")
     wanted = {v: [(v, m) for m in range(schedule.microbatches)] for v in range(schedule.virtual)}

@@ -1,7 +1,6 @@
 """Pipeline ZeRO-2: no gradient is lost between two buffers and the owners' shards, and the device holds no more than them."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -12,14 +11,14 @@ from compiled import loop_copies
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from zero_toy import LEAVES, Toy
 
-from k3jax.parallel import pipeline
 from k3jax.parallel.owners import Owners
 from k3jax.parallel.schedules import NAMES, RECIPES, build, forward_only
 from k3jax.parallel.zero import buffering, bytes_per_parameter
 from meshes import MeshSpec
+from meshes.absent import absent_devices
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
@@ -89,77 +88,15 @@ def test_a_table_without_backwards_has_nothing_to_buffer():
 
 # ---- the sums --------------------------------------------------------------------------------------------------------
 
-LEAVES = {"five": (5,), "seven": (7,), "one": (1, 1)}  # fewer elements than replicas, and none a multiple of them
-D = 13
-
-
-def toy_chunk(weights, x, factor):
-    """Linear in its weights: each microbatch's gradient is its factor times what x is."""
-    w = jnp.concatenate([weights["chunk"][name].reshape(-1) for name in LEAVES])
-    scale = checkpoint_name(jnp.broadcast_to(1 + w * factor, x.shape), "toy.scale")
-    return x * scale, {}
-
-
-@functools.cache
-def toy(mesh: str, name: str, virtual: int, microbatches: int, zero: int):
-    """(params, inputs [M, ranks, D], factors [M]) -> gradients of chunks, sums over microbatches and replicas."""
-    spec = MeshSpec.parse(mesh)
-    schedule = build(name, stages=spec.pipe, virtual=virtual, microbatches=microbatches)
-    leaf_spec = P("pipe")
-    owners = {
-        name: Owners(P("pipe", None, *[None] * len(shape)), (spec.pipe, virtual, *shape), spec.sizes, kept=2)
-        for name, shape in LEAVES.items()
-    }
-
-    def local(params, inputs, factors):
-        program = pipeline.Program(
-            embed=lambda p, m: lax.psum(jnp.where(lax.axis_index("pipe") == 0, inputs[m] * p["scale"], 0), "pipe"),
-            chunk=pipeline.KEEP_ALL.checkpoint(toy_chunk, {"toy.scale"}),
-            extras=lambda v, m: factors[m],
-            head=lambda p, x, m, last: lax.psum(jnp.where(last, (x * p["w"]).sum(), 0), "pipe"),
-        )
-        mine = params | {"chunks": jax.tree.map(lambda a: a[0], params["chunks"])}
-        replicas = {name: o.axes for name, o in owners.items()} if zero else None
-        out = pipeline.run(schedule, program, mine, jnp.ones(()), replicas=replicas)
-        chunks = out.grads["chunks"]
-        if zero:
-            return {name: o.placed(chunks[name]) for name, o in owners.items()}
-        return jax.tree.map(lambda a: lax.psum(a, pipeline.REPLICAS)[None], chunks)
-
-    specs = {"embed": P(), "chunks": leaf_spec, "dense": {}, "head": P()}
-    out_specs = {name: o.out_spec for name, o in owners.items()} if zero else leaf_spec
-    in_specs = (specs, P(None, pipeline.REPLICAS), P())
-    built = spec.build()
-    sharded = jax.shard_map(local, mesh=built, in_specs=in_specs, out_specs=out_specs)
-
-    def gradients(params, inputs, factors):
-        grads = sharded(params, inputs, factors)
-        return {name: o.whole(grads[name], built) for name, o in owners.items()} if zero else grads
-
-    return jax.jit(gradients)
-
-
-def toy_problem(mesh: str, virtual: int, microbatches: int, seed: int = 0):
-    spec, random = MeshSpec.parse(mesh), np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
-    params = {
-        "embed": {"scale": draw(D)},
-        "chunks": {name: 0.1 * draw(spec.pipe, virtual, *shape) for name, shape in LEAVES.items()},
-        "dense": {},
-        "head": {"w": draw(D)},
-    }
-    ranks = spec.data * spec.expert * spec.context
-    return params, draw(microbatches, ranks, D), draw(microbatches)
-
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_gradients_of_microbatches_add_up(zero):
     """1, 2 and 4 are 7: of three chunks on a stage each is flushed twice, and neither flush may take the other's place."""
-    mesh = "data=2,pipe=2"
-    params, inputs, _ = toy_problem(mesh, 3, 3)
+    toy = Toy("data=2,pipe=2", "interleaved_1f1b", 3, 3, zero)
+    params, inputs, _ = toy.problem()
     ones = lambda tree, value: jax.tree.map(lambda a: jnp.full_like(a, value), tree)
     params |= {"embed": ones(params["embed"], 1), "chunks": ones(params["chunks"], 0), "head": ones(params["head"], 1)}
-    grads = toy(mesh, "interleaved_1f1b", 3, 3, zero)(params, jnp.ones_like(inputs), jnp.asarray([1.0, 2.0, 4.0]))
+    grads = toy.gradients(params, jnp.ones_like(inputs), jnp.asarray([1.0, 2.0, 4.0]))
     for grad in jax.tree.leaves(grads):
         np.testing.assert_array_equal(grad, 2 * 7)  # both replicas of data see the same
 
@@ -178,8 +115,8 @@ TABLES = [
 @pytest.mark.parametrize(("mesh", "name", "virtual", "microbatches"), TABLES)
 def test_leaves_that_do_not_divide_by_their_replicas_get_the_same_gradients(mesh, name, virtual, microbatches):
     """Leaves of 5, 7 and 1 elements."""
-    problem = toy_problem(mesh, virtual, microbatches)
-    want, got = (toy(mesh, name, virtual, microbatches, zero)(*problem) for zero in (0, 2))
+    toys = [Toy(mesh, name, virtual, microbatches, zero) for zero in (0, 2)]
+    want, got = (toy.gradients(*toy.problem()) for toy in toys)
     for leaf in LEAVES:
         assert got[leaf].shape == want[leaf].shape and got[leaf].dtype == want[leaf].dtype == jnp.float32
         # float32 sums in another order: replicas before microbatches
@@ -226,8 +163,8 @@ def test_every_element_has_one_owner(spec, shape, kept):
 
 def carry_bytes(mesh: str, virtual: int, zero: int) -> tuple[int, int]:
     """Bytes of the executor's loop on the device and in host memory."""
-    function = toy(mesh, "interleaved_1f1b", virtual, 8, zero)
-    jaxpr = jax.make_jaxpr(function)(*toy_problem(mesh, virtual, 8)).jaxpr
+    toy = Toy(mesh, "interleaved_1f1b", virtual, 8, zero)
+    jaxpr = jax.make_jaxpr(toy.gradients)(*toy.problem()).jaxpr
     (loop,) = (e for e in equations(jaxpr) if e.primitive.name == "scan")
     carried = loop.params["jaxpr"].out_avals[: loop.params["num_carry"]]
     on_host = [a.memory_space == jax.memory.Space.Host for a in carried]
@@ -252,19 +189,43 @@ def chunk_bytes(replicas: int) -> int:
 def test_the_device_holds_two_chunk_buffers_however_many_chunks(virtual):
     mesh, replicas = "data=4,pipe=2", 4
     (whole, nothing), (device, host) = (carry_bytes(mesh, virtual, zero) for zero in (0, 2))
-    gradients = device - (whole - virtual * 4 * D)
+    gradients = device - (whole - virtual * 4 * sum(map(math.prod, LEAVES.values())))
     assert nothing == 0
     assert gradients == min(2, virtual) * chunk_bytes(replicas)
     # Two chunks are flushed after the loop only.
     assert host == (virtual > 2) * virtual * chunk_bytes(replicas) // replicas
 
 
+def test_a_gpu_holds_no_more_for_more_chunks():
+    """Compiled for GPUs, host memory is apart: shards are in it, and what the device needs grows with weights alone."""
+    try:
+        devices = absent_devices("h200", per_host=4)
+    except NotImplementedError:
+        pytest.skip("JAX has started without its GPU plugin: set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before")
+    except RuntimeError as missing:
+        pytest.skip(str(missing))
+    leaves = {"large": (1 << 20,), "odd": (3, 5)}
+    memory = {}
+    for virtual in (3, 6):
+        toy = Toy("data=2,pipe=2", "interleaved_1f1b", virtual, 4, 2, leaves, devices)
+        given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), jax.eval_shape(toy.problem))
+        memory[virtual] = toy.gradients.lower(*given).compile().memory_analysis()
+    shards = lambda virtual: virtual * toy.width * 4 // 2
+    for virtual, held in memory.items():
+        assert held.host_temp_size_in_bytes == pytest.approx(shards(virtual), rel=0.01)
+    print(
+        {
+            v: (m.temp_size_in_bytes / 4 / toy.width, m.host_temp_size_in_bytes / 4 / toy.width)
+            for v, m in memory.items()
+        }
+    )
+
+
 def test_the_loop_copies_neither_buffers_nor_shards():
     """A flush that reads a buffer, and a sum that is written to it, without an order between them: XLA copies it twice."""
     for virtual in (1, 3):
-        problem = toy_problem("data=4,pipe=2", virtual, 5)
-        function = toy("data=4,pipe=2", "interleaved_1f1b", virtual, 5, 2)
-        copies = loop_copies(function.lower(*problem).compile().as_text())
+        toy = Toy("data=4,pipe=2", "interleaved_1f1b", virtual, 5, 2)
+        copies = loop_copies(toy.gradients.lower(*toy.problem()).compile().as_text())
         owned = [math.ceil(math.prod(shape) / 4) for shape in LEAVES.values()]
         kept = {(min(2, virtual), 4 * n) for n in owned} | {(virtual, n) for n in owned if (virtual, n) != (1, 1)}
         assert not kept & set(copies), copies

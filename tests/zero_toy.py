@@ -37,7 +37,12 @@ class Toy:
 
     @property
     def width(self) -> int:
-        """Elements of a chunk, and of the stream that they scale."""
+        """Of the stream: each of its elements is scaled by the sum of one row of a leaf."""
+        return sum(shape[0] for shape in self.leaves.values())
+
+    @property
+    def elements(self) -> int:
+        """Of a chunk's leaves."""
         return sum(map(math.prod, self.leaves.values()))
 
     @property
@@ -62,21 +67,25 @@ class Toy:
     @functools.cached_property
     def gradients(self):
         """Of `problem()`: sums over microbatches and replicas."""
-        mesh, owners = self.spec.build(self.devices), self.owners
+        whole = lambda grads: {name: o.whole(grads[name], self.built) for name, o in self.owners.items()}
+        return jax.jit(lambda *problem: whole(self.sharded(*problem)) if self.zero else self.sharded(*problem))
+
+    @functools.cached_property
+    def built(self):
+        return self.spec.build(self.devices)
+
+    @property
+    def sharded(self):
+        """The same as they leave shard_map: with zero=2, in owners' arrays."""
         specs = {"embed": P(), "chunks": P("pipe"), "dense": {}, "head": P()}
-        out_specs = {name: o.out_spec for name, o in owners.items()} if self.zero else P("pipe")
+        out_specs = {name: o.out_spec for name, o in self.owners.items()} if self.zero else P("pipe")
         in_specs = (specs, P(None, pipeline.REPLICAS), P())
-        sharded = jax.shard_map(self._local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-        def gradients(*problem):
-            grads = sharded(*problem)
-            return {name: o.whole(grads[name], mesh) for name, o in owners.items()} if self.zero else grads
-
-        return jax.jit(gradients)
+        return jax.shard_map(self._local, mesh=self.built, in_specs=in_specs, out_specs=out_specs)
 
     def _local(self, params, inputs, factors):
         def chunk(weights, x, factor):  # linear in its weights: a microbatch's gradient is its factor times x
-            w = jnp.concatenate([weights["chunk"][name].reshape(-1) for name in self.leaves])
+            rows = [weights["chunk"][name].reshape(shape[0], -1) for name, shape in self.leaves.items()]
+            w = jnp.concatenate([row.sum(1) for row in rows])
             return x * checkpoint_name(jnp.broadcast_to(1 + w * factor, x.shape), "toy.scale"), {}
 
         program = pipeline.Program(

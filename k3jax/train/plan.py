@@ -82,7 +82,9 @@ def _gradients(step: TrainStep) -> Rows:
         shards = in_bytes(4 * config.virtual * elements)
         said = f"{in_bytes(4 * buffers * padded)} in {buffers} chunk buffers, {shards} of shards in host memory"
         said += f"; then whole for the optimizer, {in_bytes(whole)}"
-    dense, experts = (math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context")))
+    dense, experts = (
+        math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context"))
+    )
     return [
         ("gradients", said),
         ("bytes per parameter", f"{_each(config, dense)}; experts {_each(config, experts)}"),

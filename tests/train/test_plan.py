@@ -100,6 +100,22 @@ def test_bytes_are_those_that_a_device_holds():
 
 
 @pytest.mark.quick
+def test_plan_says_what_gradients_take():
+    said = {zero: planned("data=4,pipe=2", virtual=4, zero=zero, dtype="bfloat16") for zero in (0, 2)}
+    weights = said[0]["bytes per rank"].split(" of parameters")[0]
+    assert said[0]["gradients"] == f"{weights} on every replica"
+    assert said[0]["bytes per parameter"] == "; experts ".join(["14 on the device with 4 replicas"] * 2)
+    owners = jax.tree.leaves(TrainStep(dataclasses.replace(tiny.STEP, virtual=4, zero=2), abstract_mesh(
+        MeshSpec(data=4, pipe=2))).owners["chunks"])  # fmt: skip
+    buffers, shards = (in_bytes(4 * sum(n(o) for o in owners)) for n in (lambda o: 8 * o.owned, lambda o: 4 * o.owned))
+    assert said[2]["gradients"].startswith(
+        f"{buffers} in 2 chunk buffers, {shards} of shards in host memory; then whole"
+    )
+    # Two of four buffers, and an optimizer state that is whole on every replica.
+    assert said[2]["bytes per parameter"].startswith("12 on the device and 1 in host memory with 4 replicas")
+
+
+@pytest.mark.quick
 def test_plan_says_where_layers_and_microbatches_are():
     said = planned("data=2,pipe=2,expert=2", virtual=2, global_batch=32, microbatches=4, seq_len=24)
     assert said["mesh"] == "data=2,pipe=2,expert=2,context=1, 8 ranks"

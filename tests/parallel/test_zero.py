@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from zero_toy import LEAVES, Toy
 
+from k3jax import compat
 from k3jax.parallel.owners import Owners
 from k3jax.parallel.schedules import NAMES, RECIPES, build, forward_only
 from k3jax.parallel.zero import buffering, bytes_per_parameter
@@ -166,7 +167,7 @@ def carry_bytes(mesh: str, virtual: int, zero: int) -> tuple[int, int]:
     toy = Toy(mesh, "interleaved_1f1b", virtual, 8, zero)
     jaxpr = jax.make_jaxpr(toy.gradients)(*toy.problem()).jaxpr
     (loop,) = (e for e in equations(jaxpr) if e.primitive.name == "scan")
-    carried = loop.params["jaxpr"].out_avals[: loop.params["num_carry"]]
+    carried = loop.params["jaxpr"].out_avals[: compat.scan_arity(loop)[1]]
     on_host = [a.memory_space == jax.memory.Space.Host for a in carried]
     size = lambda host: sum(a.size * a.dtype.itemsize for a, h in zip(carried, on_host, strict=True) if h == host)
     return size(False), size(True)

@@ -31,7 +31,7 @@ class Move(NamedTuple):
     pair: Pair
     slots: tuple[int, int]
     """Of the sender, of the receiver."""
-    key: tuple[int, int]
+    key: tuple[int, ...]
     """(chunk, microbatch)."""
 
 
@@ -78,12 +78,12 @@ class _Stay(NamedTuple):
 
     life: Life
     """In thirds of ticks: the operation reads, the store is written, what leaves is read."""
-    key: tuple[int, int]
+    key: tuple[int, ...]
 
 
 def _plan(schedule: Schedule, made: int, read: int, limit: int) -> Parking:
     """A stage that has `limit` slots in use parks what it needs last, if its partner is a later stage."""
-    stays: dict[tuple[int, int], list[Life]] = {}
+    stays: dict[tuple[int, ...], list[Life]] = {}
     for stage in range(schedule.stages):
         for life, key in _of_stage(schedule, made, read, stage, limit):
             stays.setdefault(key, []).append(life)
@@ -110,7 +110,7 @@ def _of_stage(schedule: Schedule, made: int, read: int, stage: int, limit: int) 
     holder, next_kind = schedule.stages - 1 - stage, schedule.kinds[schedule.kinds.index(made) + 1]
     mine = {life.key: life for life in schedule.lives(made, read) if life.stage == stage}
     back = {key: schedule.ticks[next_kind, *key] - 1 for key in mine}
-    parked: dict[tuple[int, int], int] = {}
+    parked: dict[tuple[int, ...], int] = {}
     for tick in range(schedule.num_ticks):
         away = lambda k, tick=tick: parked.get(k, tick) < tick < back[k]
         here = [k for k, life in mine.items() if life.born <= tick <= life.dies and not away(k)]

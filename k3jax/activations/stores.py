@@ -190,7 +190,10 @@ class Leaf(NamedTuple):
         return quantize.encode(x) if self.quantized else x
 
     def decode(self, stored: Tree) -> jax.Array:
-        return quantize.decode(*stored, self.shape.dtype) if self.quantized else stored
+        if not self.quantized:
+            return stored
+        bits, scales = stored
+        return quantize.decode(bits, scales, self.shape.dtype)
 
 
 class Stores:

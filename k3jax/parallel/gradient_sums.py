@@ -19,9 +19,9 @@ from k3jax.parallel.zero import buffering
 Tree = Any
 
 
-def padded(size: int, replicas: int) -> int:
-    """Elements of a flat gradient that divides by its replicas: every owner has equally many, the last some of padding."""
-    return math.ceil(size / replicas) * replicas
+def owned(size: int, replicas: int) -> int:
+    """Elements of each owner of a flat gradient: all have equally many, the last ones some of padding."""
+    return math.ceil(size / replicas)
 
 
 def flat(gradient: jax.Array, size: int, kept: int = 0) -> jax.Array:
@@ -67,13 +67,9 @@ class ShardedSums:
         self.columns = {"buffer": self.plan.buffer, "starts": self.plan.starts, "flush": self.plan.flush}
 
     def empty(self, chunks: Tree) -> Tree:
-        def sizes(a, axes):
-            count = lax.axis_size(axes)
-            size = padded(math.prod(a.shape[1:]), count)
-            return jax.ShapeDtypeStruct((size,), jnp.float32), jax.ShapeDtypeStruct((size // count,), jnp.float32)
-
-        both = jax.tree.map(sizes, chunks, self.replicas)
-        whole, shard = (jax.tree.map(lambda _, pair, i=i: pair[i], chunks, both) for i in (0, 1))
+        count, of_size = lax.axis_size, lambda size: jax.ShapeDtypeStruct((size,), jnp.float32)
+        shard = jax.tree.map(lambda a, axes: of_size(owned(math.prod(a.shape[1:]), count(axes))), chunks, self.replicas)
+        whole = jax.tree.map(lambda a, axes: of_size(a.size * count(axes)), shard, self.replicas)
         virtual = jax.tree.leaves(chunks)[0].shape[0]
         return {
             "buffers": empty(whole, self.plan.num_buffers),
@@ -83,13 +79,11 @@ class ShardedSums:
     def add(self, sums: Tree, row: Tree, stage: jax.Array, v: jax.Array, part: Tree) -> Tree:
         buffers, shards, index = sums["buffers"], sums["shards"], jnp.maximum(row["buffer"][stage], 0)
         if (self.plan.flush >= 0).any():
+            source, *target = row["flush"][stage]
             # A flush says where to add meanwhile: XLA then knows that it reads before the sum is written, and copies nothing.
-            flush = lambda shards, index: (
-                self._flush(buffers, shards, *row["flush"][stage]),
-                1 - row["flush"][stage, 0],
-            )
+            flush = lambda shards, _: (self._flush(buffers, shards, source, *target), 1 - source)
             keep = lambda *unchanged: unchanged
-            shards, index = lax.cond(row["flush"][stage, 0] >= 0, flush, keep, shards, index)
+            shards, index = lax.cond(source >= 0, flush, keep, shards, index)
         elements = jax.tree.map(lambda d, b: flat(d, b.shape[1]), part, buffers)
         return {"buffers": add_at(buffers, index, elements, fresh=row["starts"][stage]), "shards": shards}
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from k3jax.parallel.gradient_sums import flat, padded, scatter
+from k3jax.parallel.gradient_sums import flat, owned, scatter
 from meshes import AXES
 
 
@@ -58,7 +58,7 @@ class Owners:
     @property
     def owned(self) -> int:
         """Elements of one owner, padding included."""
-        return padded(self.elements, self.replicas) // self.replicas
+        return owned(self.elements, self.replicas)
 
     @property
     def out_spec(self) -> P:

@@ -176,8 +176,21 @@ def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
-            if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
-                yield from equations(getattr(value, "jaxpr", value))
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(item, "jaxpr") or hasattr(item, "eqns"):
+                    yield from equations(getattr(item, "jaxpr", item))
+
+
+def test_flushes_talk_only_to_members_of_their_stage():
+    """Members of a group over data, expert and context take the same branch; over pipe they would not."""
+    toy = Toy("data=2,pipe=2,expert=2", "interleaved_1f1b", 3, 4, 2)
+    found = []
+    for eqn in equations(jax.make_jaxpr(toy.gradients)(*toy.problem()).jaxpr):
+        if eqn.primitive.name == "cond" and "pipe" in eqn.invars[0].aval.mat.varying:
+            inside = [e for branch in eqn.params["branches"] for e in equations(branch.jaxpr)]
+            assert not any(e.primitive.name == "ppermute" for e in inside)
+            found += [e.params["axis_name"] for e in inside if e.primitive.name == "reduce_scatter"]
+    assert found == [("data", "expert", "context")] * len(LEAVES)
 
 
 def chunk_bytes(replicas: int) -> int:

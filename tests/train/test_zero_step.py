@@ -20,16 +20,16 @@ STEP = dataclasses.replace(tiny.STEP, model=MODEL, seq_len=16, global_batch=16, 
 
 
 @functools.cache
-def gradients(mesh: str, schedule: str, virtual: int, zero: int):
+def gradients(mesh: str, schedule: str, virtual: int, pattern: str, zero: int):
     """One group of layers a chunk; every microbatch has something to learn from."""
-    model = dataclasses.replace(MODEL, num_layers=4 * virtual)
+    model = dataclasses.replace(MODEL, pattern=pattern, num_layers=2 * virtual * len(pattern))
     step = tiny.train_step(mesh, STEP, model=model, schedule=schedule, virtual=virtual, zero=zero)
     state = step.init()
     return step.gradients(state.params, state.balance, step.place(tiny.batch(step.config))).grads
 
 
-def check_equal(mesh: str, schedule: str, virtual: int):
-    want, got = (gradients(mesh, schedule, virtual, zero) for zero in (0, 2))
+def check_equal(mesh: str, schedule: str, virtual: int, pattern: str):
+    want, got = (gradients(mesh, schedule, virtual, pattern, zero) for zero in (0, 2))
     pairs = zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True)
     for (path, right), grad in pairs:
         assert grad.shape == right.shape and grad.sharding.is_equivalent_to(right.sharding, right.ndim), path
@@ -39,7 +39,7 @@ def check_equal(mesh: str, schedule: str, virtual: int):
 
 
 def test_gradients_are_the_same_however_they_are_summed():
-    check_equal("data=2,pipe=2,expert=2", "interleaved_1f1b", 3)
+    check_equal("data=2,pipe=2,expert=2", "interleaved_1f1b", 3, "M")  # the kind of layer that compiles faster
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_gradients_are_the_same_however_they_are_summed():
     ],
 )
 def test_gradients_are_the_same_in_every_schedule(mesh, schedule, virtual):
-    check_equal(mesh, schedule, virtual)
+    check_equal(mesh, schedule, virtual, "KM")
 
 
 @pytest.mark.slow
@@ -83,9 +83,3 @@ def test_bytes_per_parameter_are_those_of_the_owners(replicas):
     parameters = 3 * sum(o.elements for o in owners)
     assert 4 * 3 * sum(o.owned for o in owners) / parameters == pytest.approx(said.host, rel=0.05)
     assert 4 * 2 * sum(o.owned * o.replicas for o in owners) / parameters == pytest.approx(said.gradient, rel=0.05)
-
-
-@pytest.mark.quick
-def test_values_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match=r"zero=1: must be 0 \(nothing sharded over replicas\) or 2"):
-        StepConfig(zero=1)

@@ -40,8 +40,13 @@ class DeviceStore:
             "moves": [parking.column(pair) for pair in self.pairs] if parking else [],
         }
 
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Slots on the device and in host memory; with moves one more, which takes what nobody waits for."""
+        return self.num_slots + bool(self.pairs), 0
+
     def empty(self, content: Tree) -> Tree:
-        return empty(content, self.num_slots + bool(self.pairs))
+        return empty(content, self.reserved[0])
 
     def send(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:
         """What each pair sends in this tick; where it sends nothing, no permute runs."""
@@ -71,10 +76,16 @@ class HostStore:
         self.hosting = hosting
         self.columns = {"write": hosting.write, "land": hosting.land, "fetch": hosting.fetch, "slot": hosting.slots}
 
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Slots on the device and in host memory; one more of each takes what nobody waits for."""
+        return self.hosting.num_slots + 1, self.hosting.num_host_slots + 1
+
     def empty(self, content: Tree) -> Tree:
+        device, host = self.reserved
         return {
-            "host": jax.device_put(empty(content, self.hosting.num_host_slots + 1), jax.memory.Space.Host),
-            "device": empty(content, self.hosting.num_slots + 1),
+            "host": jax.device_put(empty(content, host), jax.memory.Space.Host),
+            "device": empty(content, device),
         }
 
     def send(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:

@@ -1,0 +1,102 @@
+"""Where what an operation stores waits until it is read: in which memory, of which rank, from tick to tick.
+
+Exactly as the executor's stores do it: what is kept stays on its own rank; what is parked or hosted is away for the middle
+of its life, and during a move both ends hold it (parking.py, hosting.py); what is recomputed is nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from k3jax.activations.hosting import host
+from k3jax.activations.parking import park
+from k3jax.activations.stores import make_store
+from k3jax.parallel.schedules import Life, Schedule
+
+Key = tuple[int, ...]
+"""(chunk, microbatch)."""
+
+
+class Stay(NamedTuple):
+    """From the beginning of tick `first` to the end of tick `last`, in one place."""
+
+    place: str
+    """"device" or "host"."""
+    rank: int
+    """Pipeline rank whose device or host that is."""
+    first: int
+    last: int
+
+
+class Timeline(NamedTuple):
+    """How much waits at each tick, by the place that holds it: bytes, or contents of slots."""
+
+    own: Int64[np.ndarray, "ticks stages"]
+    """On each rank's device, its own."""
+    parked: Int64[np.ndarray, "ticks stages"]
+    """On each rank's device, those of other ranks."""
+    host: Int64[np.ndarray, "ticks stages"]
+    """In host memory, of each rank."""
+
+    @property
+    def device(self) -> Int64[np.ndarray, "ticks stages"]:
+        """All that a rank's device holds."""
+        return self.own + self.parked
+
+    @property
+    def peak(self) -> Int64[np.ndarray, " stages"]:
+        """Most that each rank's device holds at any tick."""
+        return self.device.max(axis=0)
+
+
+@functools.cache
+def stays(schedule: Schedule, made: int, read: int, storage: str) -> dict[Key, tuple[Stay, ...]]:
+    """Of each (chunk, microbatch), in order of time; `made` stores it and `read` is the last kind to need it."""
+    at = lambda place, life: Stay(place, life.stage, life.born, life.dies)
+    if storage == "remote-offload":
+        return {key: tuple(at("device", x) for x in of_key) for key, of_key in park(schedule, made, read).stays.items()}
+    if storage == "local-offload":
+        plan = host(schedule, made, read)
+        away = lambda key: (at("host", plan.away[key]),) if key in plan.away else ()
+        return {key: (*away(key), at("device", here)) for key, here in plan.here.items()}
+    lives: list[Life] = schedule.lives(made, read)
+    return {life.key: (at("device", life),) if storage == "keep" else () for life in lives}
+
+
+@functools.cache
+def resident(schedule: Schedule, made: int, read: int, storage: str) -> Timeline:
+    """How many contents of such a store are where, at each tick."""
+    counts = [(chunk, stay, 1) for (chunk, _), of in stays(schedule, made, read, storage).items() for stay in of]
+    return timeline_of(schedule, counts)
+
+
+def timeline_of(schedule: Schedule, staying: list[tuple[int, Stay, int]]) -> Timeline:
+    """The sum of (chunk, stay, amount)."""
+    change = Timeline(*(np.zeros((schedule.num_ticks + 1, schedule.stages), np.int64) for _ in Timeline._fields))
+    for chunk, stay, amount in staying:
+        elsewhere = change.own if stay.rank == schedule.stage_of(chunk) else change.parked
+        place = change.host if stay.place == "host" else elsewhere
+        place[stay.first, stay.rank] += amount
+        place[stay.last + 1, stay.rank] -= amount
+    return Timeline(*(part.cumsum(axis=0)[:-1] for part in change))
+
+
+class Slots(NamedTuple):
+    """What a store takes for the whole step, on every rank alike because all run one program."""
+
+    device: int
+    host: int
+
+
+def reserved(schedule: Schedule, made: int, read: int, storage: str) -> Slots:
+    """Slots of such a store: at least as many as any rank holds at any tick."""
+    return Slots(0, 0) if storage == "recompute" else Slots(*make_store(schedule, (made, read), storage).reserved)
+
+
+def transfers(schedule: Schedule, made: int, read: int, storage: str) -> int:
+    """How often, in a step and over all ranks, contents of such a store cross from memory to memory: there, and back."""
+    return 2 * sum(len(of_key) > 1 for of_key in stays(schedule, made, read, storage).values())

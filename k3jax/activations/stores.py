@@ -8,6 +8,7 @@ operation waits for a message that only a later one needs. `row` is a store's co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -114,6 +115,12 @@ class Leaf(NamedTuple):
     @property
     def quantized(self) -> bool:
         return self.policy.quantized and quantize.quantizable(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """As stored."""
+        shape, dtype = self.shape.shape, self.shape.dtype
+        return quantize.nbytes(shape) if self.quantized else math.prod(shape) * dtype.itemsize
 
     def encode(self, x: jax.Array) -> Tree:
         return quantize.encode(x) if self.quantized else x

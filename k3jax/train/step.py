@@ -26,6 +26,7 @@ from k3jax.model import Batch
 from k3jax.optim.groups import path_name
 from k3jax.parallel import boxes, pipeline
 from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
+from k3jax.parallel.pullback import Pullback
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import forward_only
 from k3jax.sharding import param_specs, reduce_gradients
@@ -133,6 +134,21 @@ class TrainStep:
                                dtype=jnp.float32), params["embed"])  # fmt: skip
         run = functools.partial(lm.chunk, c.model, layout, axes=Axes())
         return tagged_names(run, weights, stream, only(balance["chunks"]), flags, batch)
+
+    def pullback(self) -> Pullback:
+        """The pullback of one rank's chunk: what is stored for backward. Traced, also on an abstract mesh; not compiled."""
+        found = []
+
+        def local(*operands):
+            program, params = self._program(*operands)
+            found.append(pipeline.pullback_of(self.resolved.schedule, program, pipeline.example_of(program, params)))
+            return jnp.zeros(())
+
+        c, state = self.config, self.state_shapes
+        tokens = jax.ShapeDtypeStruct((c.microbatches, c.global_batch // c.microbatches, c.seq_len), jnp.int32)
+        batch = Batch._make([tokens] * 3)
+        jax.eval_shape(self._sharded(local, P()), state.params, state.balance, self._flags(), batch)
+        return found[0]
 
     # ---- what is compiled ---------------------------------------------------------------------------------------------
 

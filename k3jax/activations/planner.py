@@ -121,7 +121,10 @@ class Planner:
             return not exact and all(a.recompute is not None for a in parts)
         if policy.quantized and (exact or all(a.quantized_bytes is None for a in parts)):
             return False
-        return policy.storage == "keep" or self.bandwidth[policy.storage] is not None
+        if policy.storage == "keep":
+            return True
+        moved = any(transfers(self.schedule, *self._span(a), policy.storage) for a in parts)
+        return moved and self.bandwidth[policy.storage] is not None
 
     def _seconds(self, a: Activation, policy: Policy) -> float:
         """What a policy costs in a step, on all ranks."""

@@ -8,6 +8,7 @@ M microbatches, B local sequences of a microbatch, T local tokens. For S, V, J, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,9 @@ from k3jax.model import Batch
 from k3jax.optim.groups import path_name
 from k3jax.parallel import boxes, pipeline
 from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
-from k3jax.parallel.pullback import Pullback
+from k3jax.parallel.pullback import HELD, STREAM
 from k3jax.parallel.routing import balanced_bias
-from k3jax.parallel.schedules import forward_only
+from k3jax.parallel.schedules import WEIGHT, forward_only
 from k3jax.sharding import param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import compiler_options
@@ -91,7 +92,8 @@ class TrainStep:
         self.state_shapes = jax.eval_shape(self._init)
         self.state_shardings = self._shardings(self.state_shapes)
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
-        self.resolved.policy.check(self.activation_names)
+        held = {HELD} if WEIGHT in self.resolved.schedule.kinds else set()
+        self.resolved.policy.check(self.activation_names | {STREAM} | held)
 
     # ---- public -------------------------------------------------------------------------------------------------------
 
@@ -135,13 +137,15 @@ class TrainStep:
         run = functools.partial(lm.chunk, c.model, layout, axes=Axes())
         return tagged_names(run, weights, stream, only(balance["chunks"]), flags, batch)
 
-    def pullback(self) -> Pullback:
-        """The pullback of one rank's chunk: what is stored for backward. Traced, also on an abstract mesh; not compiled."""
+    def on_one_rank(self, function: Callable[[pipeline.Program, Any], Any]) -> Any:
+        """function(program, params) as one rank would run it, traced, also on an abstract mesh; nothing is compiled.
+
+        Its result must hold no arrays but their shapes.
+        """
         found = []
 
         def local(*operands):
-            program, params = self._program(*operands)
-            found.append(pipeline.pullback_of(self.resolved.schedule, program, pipeline.example_of(program, params)))
+            found.append(function(*self._program(*operands)))
             return jnp.zeros(())
 
         c, state = self.config, self.state_shapes

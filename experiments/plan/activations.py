@@ -18,7 +18,7 @@ from k3jax.activations.plan import ActivationPlan
 from k3jax.activations.planner import Planner
 from k3jax.activations.policy import RECOMPUTE, ActivationPolicy
 from k3jax.activations.records import Leaf, names_table, records
-from k3jax.activations.residency import resident, reserved
+from k3jax.activations.residency import reserved, resident
 from k3jax.parallel.schedules.kinds import LETTERS
 from k3jax.train.plan import bytes_of, in_bytes
 from k3jax.train.step import TrainStep

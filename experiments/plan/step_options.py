@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -47,5 +47,5 @@ class StepOptions:
 
         jax.config.update("jax_platforms", "cpu")  # accelerators may be busy with a run
         fields = {f.name for f in dataclasses.fields(StepConfig)} & {f.name for f in dataclasses.fields(StepOptions)}
-        values = {name: getattr(self, name) for name in fields} | changes
+        values: dict[str, Any] = {name: getattr(self, name) for name in fields} | changes
         return TrainStep(StepConfig(model=model_named(self.preset), **values), abstract_mesh(resolve_mesh(self.mesh)))

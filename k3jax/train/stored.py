@@ -38,7 +38,7 @@ class StoredLeaf(NamedTuple):
 
 def stored_leaves(step: TrainStep) -> list[StoredLeaf]:
     """All that the pullback of one rank's chunk stores under the step's policy; names it recomputes are not among them."""
-    trace = lambda program, params: _leaves(step, program, pipeline.example_of(program, params))
+    trace = lambda program, params: of_program(step, program, pipeline.example_of(program, params))
     return step.on_one_rank(trace)
 
 
@@ -48,12 +48,13 @@ def stored_and_flops(step: TrainStep) -> tuple[list[StoredLeaf], dict[str, int]]
     def trace(program: pipeline.Program, params: Any):
         example = pipeline.example_of(program, params)
         flops = flops_by_name(jax.make_jaxpr(program.chunk)(*example).jaxpr)
-        return _leaves(step, program, example), flops
+        return of_program(step, program, example), flops
 
     return step.on_one_rank(trace)
 
 
-def _leaves(step: TrainStep, program: pipeline.Program, example: Any) -> list[StoredLeaf]:
+def of_program(step: TrainStep, program: pipeline.Program, example: Any) -> list[StoredLeaf]:
+    """The stored leaves, of a rank's program and the arguments of a chunk."""
     pullback = pipeline.pullback_of(step.resolved.schedule, program, example)
     return [
         StoredLeaf(names, span, jax.ShapeDtypeStruct(leaf.shape.shape, leaf.shape.dtype), leaf.policy, leaf.bytes)

@@ -50,7 +50,7 @@ def draw(
     return figure
 
 
-def starts(schedule: Schedule, forward: Time, backward: Time, weight: Time | None) -> Float[np.ndarray, " ticks+1"]:
+def starts(schedule: Schedule, forward: Time, backward: Time, weight: Time | None) -> Float[np.ndarray, " ends"]:
     """When each tick begins in lock-step, and when the last one ends."""
     longest = np.array(costs(schedule, forward, backward, weight), float)[schedule.table[:, :, 0]].max(axis=1)
     return np.concatenate([[0.0], np.cumsum(longest)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -225,7 +224,6 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """Compile and print; exit 2 for options that cannot be, or without what compiling for GPUs needs."""
     config = parse(BenchMoeOverlap, argv, prog=PROG)
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         devices = absent_devices(config.target, per_host=config.ranks)
     except RuntimeError as missing:

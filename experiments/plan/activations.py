@@ -133,9 +133,9 @@ def unstored(names: frozenset[str], policy: ActivationPolicy, stored: dict[str, 
 def rank_rows(step: TrainStep, leaves: Sequence[Leaf]) -> list[tuple[str, ...]]:
     """Peaks of each pipeline rank, their maximum and mean."""
     schedule = step.resolved.schedule
-    alive = np.zeros((3, *schedule.mail.shape), np.int64)
+    alive = np.zeros((3, 1, schedule.stages), np.int64)
     for leaf in leaves:
-        alive += leaf.bytes * np.stack(resident(schedule, *span(step, leaf), leaf.policy.storage))
+        alive = alive + leaf.bytes * np.stack(resident(schedule, *span(step, leaf), leaf.policy.storage))
     own, parked, host = alive
     peaks = np.stack([own, parked, own + parked, host]).max(axis=1)
     cells = lambda name, values: (name, *(in_bytes(round(float(value))) for value in values))

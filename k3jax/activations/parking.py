@@ -1,8 +1,11 @@
 """Remote offload as a plan: early ranks park what they need last in the memory of late ranks, and fetch it in time.
 
 Under 1F1B early ranks hold more in-flight microbatches than late ones. Rank r is paired with rank P - 1 - r: together they
-hold as much as any other pair. What is parked lies in a slot of the holder's store, as the holder's own things do, and comes
-back to a slot of its owner a tick before it is read. K3 report, balancing over pipeline ranks.
+hold as much as any other pair. What is parked lies in a slot of the holder's store, as the holder's own things do, and is
+back in a slot of its owner when it is read. K3 report, balancing over pipeline ranks.
+
+Beside the operation of a tick, a rank exchanges the contents of at most one slot with its partner. Within a tick the
+operation reads, then what it made and what arrived is written, then what leaves in the next tick is read into a buffer.
 """
 
 from __future__ import annotations
@@ -22,10 +25,7 @@ Pair = tuple[int, int]
 
 
 class Move(NamedTuple):
-    """Contents of a slot that one stage sends to another beside the operation of a tick.
-
-    The sender's slot is read before the operation, the receiver's is written after it.
-    """
+    """Contents of a slot that one stage sends to another beside the operation of a tick."""
 
     tick: int
     pair: Pair
@@ -43,9 +43,9 @@ class Parking:
     """Slot, on its own stage, at each operation that makes or reads it; else -1."""
     moves: tuple[Move, ...]
     stays: dict[tuple[int, int], tuple[Life, ...]]
-    """Where each (chunk, microbatch) is: on its own stage, and in between, if it is parked, with its holder."""
+    """Where each (chunk, microbatch) is, in thirds of ticks: on its own stage, and in between, if parked, with its holder."""
     resident: Int[np.ndarray, "ticks stages"]
-    """Slots in use, those that a move reserves included."""
+    """Slots in use, the most at any time in a tick. A buffer of one slot's contents comes on top where anything moves."""
 
     @property
     def num_slots(self) -> int:
@@ -54,8 +54,8 @@ class Parking:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Stages between which anything moves."""
-        return tuple(sorted({move.pair for move in self.moves}))
+        """Stages that exchange anything, the earlier one first."""
+        return tuple(sorted({(min(move.pair), max(move.pair)) for move in self.moves}))
 
     def column(self, pair: Pair) -> Int32[np.ndarray, "ticks 2"]:
         """For each tick the slots of the sender and of the receiver, -1 where nothing moves between them."""
@@ -79,6 +79,7 @@ class _Stay(NamedTuple):
     """A (chunk, microbatch) on a stage: one of up to three in its life."""
 
     life: Life
+    """In thirds of ticks: the operation reads, the store is written, what leaves is read."""
     key: tuple[int, int]
 
 
@@ -90,39 +91,40 @@ def _plan(schedule: Schedule, made: int, read: int, limit: int) -> Parking:
             stays.setdefault(key, []).append(life)
     lives = [life for of_key in stays.values() for life in of_key]
     slot_of = assign(lives, schedule.stages)
-    slots, resident = np.full(schedule.mail.shape, -1, np.int32), np.zeros(schedule.mail.shape, int)
+    slots, thirds = np.full(schedule.mail.shape, -1, np.int32), np.zeros((3 * schedule.num_ticks, schedule.stages), int)
     for life in lives:
-        resident[life.born : life.dies + 1, life.stage] += 1
+        thirds[life.born : life.dies + 1, life.stage] += 1
     for tick, stage, kind, chunk, m, _ in schedule.operations():
         if made <= kind <= read:
-            at = next(x for x in stays[chunk, m] if x.stage == stage and x.born <= tick <= x.dies)
+            at = next(x for x in stays[chunk, m] if x.stage == stage and x.born <= 3 * tick + (kind == made) <= x.dies)
             slots[tick, stage] = slot_of[at.key]
     moves = [
-        Move(there.born, (here.stage, there.stage), (slot_of[here.key], slot_of[there.key]), key)
+        Move(there.born // 3, (here.stage, there.stage), (slot_of[here.key], slot_of[there.key]), key)
         for key, of_key in stays.items()
         for here, there in zip(of_key, of_key[1:], strict=False)
     ]
+    resident = thirds.reshape(schedule.num_ticks, 3, schedule.stages).max(axis=1)
     return Parking(slots, tuple(sorted(moves)), {key: tuple(of_key) for key, of_key in stays.items()}, resident)
 
 
 def _of_stage(schedule: Schedule, made: int, read: int, stage: int, limit: int) -> Iterator[_Stay]:
-    """Where the things of one stage stay. A move takes a tick, in which both ends hold it."""
+    """Where the things of one stage stay."""
     holder, next_kind = schedule.stages - 1 - stage, schedule.kinds[schedule.kinds.index(made) + 1]
     mine = {life.key: life for life in schedule.lives(made, read) if life.stage == stage}
-    needed = {key: schedule.ticks[next_kind, *key] for key in mine}
+    back = {key: schedule.ticks[next_kind, *key] - 1 for key in mine}
     parked: dict[tuple[int, int], int] = {}
     for tick in range(schedule.num_ticks):
-        here = [k for k, life in mine.items() if life.born <= tick <= life.dies and k not in parked]
-        here += [k for k in parked if needed[k] - 1 <= tick <= mine[k].dies]
-        # Away for two ticks or more: sent in this one, sent back in the one before it is read.
-        movable = [k for k in here if k not in parked and mine[k].born < tick < needed[k] - 3]
+        away = lambda k, tick=tick: parked.get(k, tick) < tick < back[k]
+        here = [k for k, life in mine.items() if life.born <= tick <= life.dies and not away(k)]
+        movable = [k for k in here if k not in parked and mine[k].born < tick < back[k]]
         if holder > stage and len(here) >= limit and movable:
-            parked[max(movable, key=needed.__getitem__)] = tick
+            parked[max(movable, key=back.__getitem__)] = tick
     for key, life in mine.items():
+        stay = lambda stage, written, last, part, key=key: _Stay(Life(stage, 3 * written + 1, last, (*key, part)), key)
         if key not in parked:
-            yield _Stay(life._replace(key=(*key, 0)), key)
-            continue
-        sent, back = parked[key], needed[key] - 1
-        yield _Stay(Life(stage, life.born, sent, (*key, 0)), key)
-        yield _Stay(Life(holder, sent, back, (*key, 1)), key)
-        yield _Stay(Life(stage, back, life.dies, (*key, 2)), key)
+            yield stay(stage, life.born, 3 * life.dies, 0)
+        else:
+            sent, returned = parked[key], back[key]
+            yield stay(stage, life.born, 3 * (sent - 1) + 2, 0)
+            yield stay(holder, sent, 3 * (returned - 1) + 2, 1)
+            yield stay(stage, returned, 3 * life.dies, 2)

@@ -108,7 +108,7 @@ class Planner:
         self.seconds = np.array([column.seconds for column in self.columns])
         every_place = np.stack([sum(self._held(a, c.policy) for a in self.parts[c.name]) for c in self.columns], axis=1)
         self.bytes = every_place[fullest(every_place)]
-        """What each column puts onto a rank, at those places (ticks of ranks) that can be the fullest."""
+        """What each column puts onto a rank, at those places (moments of ranks) that can be the fullest."""
         self.freed = self._freed(every_place)
         self.one_each = np.array([[c.name == name for c in self.columns] for name in self.parts], float)
 
@@ -138,7 +138,7 @@ class Planner:
         return seconds
 
     def _held(self, a: Activation, policy: Policy) -> Int64[np.ndarray, " places"]:
-        """Bytes on the device: at each tick of each rank, or as reserved, which is the same for all."""
+        """Bytes on the device: at each moment of each rank, or as reserved, which is the same for all."""
         where = (self.schedule, *self._span(a), policy.storage)
         counts = np.array([reserved(*where).device]) if self.reserve else resident(*where).device.reshape(-1)
         return a.leaf(policy).bytes * counts
@@ -230,7 +230,7 @@ class Planner:
 def bytes_held(schedule: Schedule, leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], int]:
     """The most bytes alive on each rank's device, and the bytes that the executor's stores reserve on every one."""
     at = [(leaf.bytes, (schedule, *span_of(schedule, leaf), leaf.policy.storage)) for leaf in leaves]
-    alive = sum((size * resident(*where).device for size, where in at), np.zeros(schedule.mail.shape, np.int64))
+    alive = sum((size * resident(*where).device for size, where in at), np.zeros((1, schedule.stages), np.int64))
     return tuple(alive.max(axis=0).tolist()), sum(size * reserved(*where).device for size, where in at)
 
 

@@ -51,7 +51,7 @@ class ActivationRecord:
     bytes: int
     policy: Policy
     stays: tuple[Stay, ...]
-    """Where it is, in order of time; where one stay follows another it is moved, and for a tick both ends hold it."""
+    """Where it is, in order of time; where one stay follows another it is moved."""
 
     @property
     def ready(self) -> int:
@@ -114,7 +114,7 @@ def span_of(schedule: Schedule, leaf: Leaf) -> tuple[int, int]:
 
 
 def timeline(schedule: Schedule, records: Iterable[ActivationRecord]) -> Timeline:
-    """Bytes alive at each tick: a stay counts from its first tick to its last, both included."""
+    """Bytes alive at each moment: a stay counts from its first to its last, both included."""
     return timeline_of(schedule, [(r.producer.chunk, stay, r.bytes) for r in records for stay in r.stays])
 
 

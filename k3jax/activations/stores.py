@@ -8,8 +8,8 @@ operation waits for a message that only a later one needs. `row` is a store's co
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,9 @@ from jax import lax
 
 from k3jax.activations import quantize
 from k3jax.activations.hosting import Hosting, host
-from k3jax.activations.parking import Parking, park
+from k3jax.activations.parking import Pair, Parking, park
 from k3jax.activations.policy import Policy
-from k3jax.parallel.boxes import empty, file, post, take
+from k3jax.parallel.boxes import empty, post, replace, take
 from k3jax.parallel.schedules import Schedule
 
 Tree = Any
@@ -29,81 +29,167 @@ Span = tuple[int, int]
 """The kind of operation that stores something, and the last kind that reads it."""
 
 
-class DeviceStore:
-    """Slots on the device; with a `Parking`, some contents spend the middle of their span in a slot of another rank."""
+class Traffic(NamedTuple):
+    """What a rank puts where: contents of a store in a tick, or bytes in a step."""
 
-    def __init__(self, slots: np.ndarray, writes: np.ndarray, parking: Parking | None = None):
-        self.num_slots = parking.num_slots if parking else int(slots.max()) + 1
-        self.pairs = parking.pairs if parking else ()
-        self.columns = {
-            "slot": slots,
-            "write": np.where(writes, slots, -1),
-            "moves": [parking.column(pair) for pair in self.pairs] if parking else [],
-        }
+    device: jax.Array | int = 0
+    host: jax.Array | int = 0
+    remote: jax.Array | int = 0
+    """Sent to another rank, there or back."""
+
+
+class DeviceStore:
+    """Slots on the device."""
+
+    def __init__(self, slots: np.ndarray, writes: np.ndarray):
+        self.num_slots = int(slots.max()) + 1
+        self.columns = {"slot": slots, "write": np.where(writes, slots, -1)}
 
     @property
     def reserved(self) -> tuple[int, int]:
-        """Slots on the device and in host memory; with moves one more, which takes what nobody waits for."""
-        return self.num_slots + bool(self.pairs), 0
+        """Contents for which there is room on the device and in host memory."""
+        return self.num_slots, 0
 
     def empty(self, content: Tree) -> Tree:
-        return empty(content, self.reserved[0])
+        return empty(content, self.num_slots)
 
     def send(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:
-        """What each pair sends in this tick; where it sends nothing, no permute runs."""
-        arrived = []
-        for pair, (source, _) in zip(self.pairs, row["moves"], strict=True):
-            content = take(box, jnp.maximum(source, 0))
-            travel = lambda content=content, pair=pair: lax.ppermute(content, "pipe", [pair])
-            arrived.append(lax.cond(source >= 0, travel, lambda content=content: content))
-        return arrived
+        return None
 
     def take(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:
         return take(box, jnp.maximum(row["slot"][stage], 0))
 
+    def unchanged(self, box: Tree) -> Tree:
+        return take(box, jnp.int32(0))
+
     def put(self, box: Tree, row: Tree, stage: jax.Array, made: Tree, arrived: Tree) -> Tree:
-        if not self.pairs:
-            return file(box, made, row["write"][stage])
-        box = post(box, made, row["write"][stage])
-        for (_, receiver), (_, slot), content in zip(self.pairs, row["moves"], arrived, strict=True):
-            box = post(box, content, jnp.where(stage == receiver, slot, -1))
-        return box
+        return replace(box, made, jnp.maximum(row["write"][stage], 0))
+
+    def traffic(self, row: Tree, stage: jax.Array) -> Traffic:
+        return Traffic(device=row["write"][stage] >= 0)
 
 
-class HostStore:
-    """Slots in host memory, and a few on the device where contents land a tick before they are read."""
+def exchange(permutation: tuple[Pair, ...], stage: jax.Array, content: Tree) -> Tree:
+    """The content of who sent, on who received; on others it stays as it is."""
+    if not permutation:
+        return content
+    arrived, receives = lax.ppermute(content, "pipe", permutation), jnp.bool_(False)
+    for _, receiver in permutation:
+        receives |= stage == receiver
+    return jax.tree.map(lambda new, old: jnp.where(receives, new, old), arrived, content)
 
-    def __init__(self, hosting: Hosting):
-        self.hosting = hosting
-        self.columns = {"write": hosting.write, "land": hosting.land, "fetch": hosting.fetch, "slot": hosting.slots}
+
+class ParkedStore:
+    """Slots on the device; contents may spend the middle of their life in a slot of another rank."""
+
+    def __init__(self, parking: Parking, writes: np.ndarray):
+        self.num_slots, self.pairs = parking.num_slots, parking.pairs
+        self.columns = {
+            "slot": parking.slots,
+            "write": np.where(writes, parking.slots, -1),
+            "there": {(r, s): parking.column((r, s)) for r, s in self.pairs},
+            "back": {(r, s): parking.column((s, r)) for r, s in self.pairs},
+        }
+        self.columns["next"] = {
+            way: {pair: np.roll(column[:, 0], -1) for pair, column in self.columns[way].items()}
+            for way in ("there", "back")
+        }
 
     @property
     def reserved(self) -> tuple[int, int]:
-        """Slots on the device and in host memory; one more of each takes what nobody waits for."""
-        return self.hosting.num_slots + 1, self.hosting.num_host_slots + 1
+        """Contents for which there is room on the device and in host memory; one is a buffer for what moves."""
+        return self.num_slots + bool(self.pairs), 0
 
     def empty(self, content: Tree) -> Tree:
-        device, host = self.reserved
-        return {
-            "host": jax.device_put(empty(content, host), jax.memory.Space.Host),
-            "device": empty(content, device),
-        }
+        return {"slots": empty(content, self.num_slots), "moving": content if self.pairs else None}
 
     def send(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:
-        source, _ = row["fetch"][stage]
-        return jax.device_put(take(box["host"], jnp.maximum(source, 0)), jax.memory.Space.Device)
+        """What this rank's partner sent. A pair that exchanges nothing in this tick runs no permute."""
+        content = box["moving"]
+        for early, late in self.pairs:
+            there, back = (row[way][early, late][0] >= 0 for way in ("there", "back"))
+            onward, home = (early, late), (late, early)
+            ways = [
+                functools.partial(exchange, permutation, stage)
+                for permutation in ((), (onward,), (home,), (onward, home))
+            ]
+            content = lax.switch(there + 2 * back, ways, content)
+        return content
+
+    def take(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:
+        return take(box["slots"], jnp.maximum(row["slot"][stage], 0))
+
+    def unchanged(self, box: Tree) -> Tree:
+        return take(box["slots"], jnp.int32(0))
+
+    def put(self, box: Tree, row: Tree, stage: jax.Array, made: Tree, arrived: Tree) -> Tree:
+        """What leaves in the next tick is read after all writes: between them XLA would copy the slots whole."""
+        makes = jnp.maximum(row["write"][stage], 0)
+        slots = replace(box["slots"], made, makes)
+        if not self.pairs:
+            return {"slots": slots, "moving": None}
+        arrives = self._mine(stage, lambda way, pair: row[way][pair][1], receives=True)
+        second = jax.tree.map(lambda new, old: jnp.where(arrives >= 0, new, old), arrived, made)
+        slots = replace(slots, second, jnp.where(arrives >= 0, arrives, makes))
+        leaves = self._mine(stage, lambda way, pair: row["next"][way][pair], receives=False)
+        return {"slots": slots, "moving": take(slots, jnp.maximum(leaves, 0))}
+
+    def _mine(self, stage: jax.Array, slot, *, receives: bool) -> jax.Array:
+        """The slot that this rank sends from or receives in; -1 for none."""
+        mine = jnp.int32(-1)
+        for pair in self.pairs:
+            for way, ends in (("there", pair), ("back", pair[::-1])):
+                mine = jnp.where(stage == ends[receives], slot(way, pair), mine)
+        return mine
+
+    def traffic(self, row: Tree, stage: jax.Array) -> Traffic:
+        sent = self._mine(stage, lambda way, pair: row[way][pair][0], receives=False) >= 0
+        return Traffic(device=row["write"][stage] >= 0, remote=sent)
+
+
+class HostStore:
+    """Slots in host memory, and a few on the device where contents land a tick before they are read.
+
+    What an operation made goes to the host beside the next one.
+    """
+
+    def __init__(self, hosting: Hosting):
+        self.hosting = hosting
+        before = np.concatenate([np.full_like(hosting.write[:1], -1), hosting.write[:-1]])
+        columns = {"write": hosting.write, "land": hosting.land, "fetch": hosting.fetch, "slot": hosting.slots}
+        self.columns = columns | {"write_before": before}
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Contents for which there is room: a slot more in each memory, and a buffer for what goes to the host."""
+        return self.hosting.num_slots + 2, self.hosting.num_host_slots + 1
+
+    def empty(self, content: Tree) -> Tree:
+        on_host = jax.device_put(empty(content, self.hosting.num_host_slots + 1), jax.memory.Space.Host)
+        return {"host": on_host, "device": empty(content, self.hosting.num_slots + 1), "made": content}
+
+    def send(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:
+        made = jax.device_put(box["made"], jax.memory.Space.Host)
+        host = post(box["host"], made, row["write_before"][stage])
+        fetched = take(host, jnp.maximum(row["fetch"][stage, 0], 0))
+        return {"host": host, "fetched": jax.device_put(fetched, jax.memory.Space.Device)}
 
     def take(self, box: Tree, row: Tree, stage: jax.Array) -> Tree:
         return take(box["device"], jnp.maximum(row["slot"][stage], 0))
 
+    def unchanged(self, box: Tree) -> Tree:
+        return box["made"]
+
     def put(self, box: Tree, row: Tree, stage: jax.Array, made: Tree, arrived: Tree) -> Tree:
-        _, landing = row["fetch"][stage]
-        device = post(post(box["device"], made, row["land"][stage]), arrived, landing)
-        on_host = jax.device_put(made, jax.memory.Space.Host)
-        return {"host": post(box["host"], on_host, row["write"][stage]), "device": device}
+        device = post(box["device"], made, row["land"][stage])
+        device = post(device, arrived["fetched"], row["fetch"][stage, 1])
+        return {"host": arrived["host"], "device": device, "made": made}
+
+    def traffic(self, row: Tree, stage: jax.Array) -> Traffic:
+        return Traffic(device=row["land"][stage] >= 0, host=row["write"][stage] >= 0)
 
 
-Store = DeviceStore | HostStore
+Store = DeviceStore | ParkedStore | HostStore
 
 
 class Leaf(NamedTuple):
@@ -141,6 +227,14 @@ class Stores:
         self.stores = {key: make_store(schedule, *key) for key in self.groups}
         self.columns = {key: store.columns for key, store in self.stores.items()}
 
+    def unchanged(self, boxes: Tree) -> Tree:
+        """What an operation that makes nothing for a store hands to `put`; for a branch.
+
+        Every tick writes: this content goes where it is. A write that depends on the tick would read the slots between
+        writes, or need a spare one.
+        """
+        return {key: store.unchanged(boxes[key]) for key, store in self.stores.items()}
+
     def encode(self, made: dict[Span, list[jax.Array]], name: jax.Array) -> Tree:
         """What the stores hold of what an operation made, and the name of the operation; for a branch."""
         return {
@@ -174,15 +268,22 @@ class Stores:
             key: store.put(boxes[key], rows[key], stage, made[key], arrived[key]) for key, store in self.stores.items()
         }
 
+    def traffic(self, encoded: Tree, rows: Tree, stage: jax.Array) -> Traffic:
+        """Bytes that this rank puts into its stores in a tick, float32."""
+        total = Traffic(*[jnp.float32(0)] * 3)
+        for key, store in self.stores.items():
+            size = sum(a.nbytes for a in jax.tree.leaves(encoded[key][1]))
+            total = jax.tree.map(lambda sum_, n, size=size: sum_ + size * n, total, store.traffic(rows[key], stage))
+        return total
+
 
 def make_store(schedule: Schedule, span: Span, storage: str) -> Store:
     """The store of that storage; what is recomputed is never stored."""
-    makes: Callable[[], np.ndarray] = lambda: schedule.table[:, :, 0] == span[0]
+    writes = schedule.table[:, :, 0] == span[0]
     if storage == "keep":
-        return DeviceStore(schedule.slots(*span), makes())
+        return DeviceStore(schedule.slots(*span), writes)
     if storage == "remote-offload":
-        parking = park(schedule, *span)
-        return DeviceStore(parking.slots, makes(), parking)
+        return ParkedStore(park(schedule, *span), writes)
     if storage == "local-offload":
         return HostStore(host(schedule, *span))
     raise ValueError(f"{storage!r} is no storage: choose keep, local-offload or remote-offload")

@@ -52,13 +52,6 @@ def post(box: Tree, content: Tree, slot: jax.Array) -> Tree:
     return replace(box, content, jnp.where(slot >= 0, slot, size - 1))
 
 
-def file(box: Tree, content: Tree, slot: jax.Array) -> Tree:
-    """The box with a slot overwritten; slot −1 changes nothing."""
-    index = jnp.maximum(slot, 0)
-    new = jax.tree.map(lambda old, new: jnp.where(slot >= 0, new, old), take(box, index), content)
-    return replace(box, new, index)
-
-
 def add_at(total: Tree, index: jax.Array, part: Tree) -> Tree:
     """The total with a part added at one index of the leading dim, in place."""
     if all(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.activations.policy import ActivationPolicy
-from k3jax.activations.stores import Stores
+from k3jax.activations.stores import Stores, Traffic
 from k3jax.parallel.boxes import add_at, empty, post, take, vary
 from k3jax.parallel.pullback import Args, Pullback
 from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, WEIGHT, Schedule
@@ -58,6 +58,8 @@ class Outcome(NamedTuple):
     """float32 gradients like params; None from a forward-only table."""
     misplaced: jax.Array
     """How often an operation found, in its slot, something of another (chunk, microbatch). Anything but 0 is a wrong table."""
+    traffic: Traffic
+    """Bytes that this rank put into its stores, by place."""
 
 
 class Made(NamedTuple):
@@ -95,48 +97,47 @@ def run(
     shapes = pullback.shapes if pullback else {}
     stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
     no_name = vary(jnp.int32(0))
-    nothing = Made(
-        message=no_stream,
-        stored=stores.encode(zeros(shapes), no_name),
-        counts=no_counts,
-        d_weights=zeros(example[0]) if pullback else None,
-        misplaced=no_name,
-    )
+    contents = stores.encode(zeros(shapes), no_name)
+    no_weights = zeros(example[0]) if pullback else None
     carry = dict(
         mail=empty((no_name, no_stream), schedule.num_mail_slots + 1),
-        stores=stores.empty(nothing.stored),
+        stores=stores.empty(contents),
         sent=(no_name, no_stream),
         misplaced=no_name,
+        traffic=vary(Traffic(*[jnp.float32(0)] * 3)),
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
         loss=no_loss,
         grads=zeros(params, jnp.float32) if pullback else None,
     )
 
-    def forward(v, m, name, read, take_stored):
+    def idle(v, m, name, read, boxes, row):
+        return Made(no_stream, stores.unchanged(boxes), no_counts, no_weights, no_name)
+
+    def forward(v, m, name, read, boxes, row):
         stream, misplaced = read()
         args = weights(v), stream, extras(v, m)
         made, (stream, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
-        made = nothing.stored | stores.encode(made, name)
-        return nothing._replace(message=stream, stored=made, counts=counts, misplaced=misplaced)
+        stored = stores.unchanged(boxes) | stores.encode(made, name)
+        return Made(stream, stored, counts, no_weights, misplaced)
 
-    def backward(v, m, name, read, take_stored):
+    def backward(v, m, name, read, boxes, row):
         assert pullback is not None
-        (d_stream, misplaced), (stored, wrong) = read(), take_stored(BACKWARD)
-        inputs = weights(v), extras(v, m), stored, d_stream
+        (d_stream, misplaced), (found, wrong) = read(), stores.take(BACKWARD, boxes, row["stores"], stage, name)
+        inputs, made, d_weights = (weights(v), extras(v, m), found, d_stream), {}, no_weights
         if split:
             made, d_stream = pullback.backward_input(*inputs)
-            made, d_weights = nothing.stored | stores.encode(made, name), nothing.d_weights
         else:
-            made, (d_weights, d_stream) = nothing.stored, pullback.backward(*inputs)
-        return Made(d_stream, made, no_counts, d_weights, misplaced + wrong)
+            d_weights, d_stream = pullback.backward(*inputs)
+        stored = stores.unchanged(boxes) | stores.encode(made, name)
+        return Made(d_stream, stored, no_counts, d_weights, misplaced + wrong)
 
-    def weight(v, m, name, read, take_stored):
+    def weight(v, m, name, read, boxes, row):
         assert pullback is not None
-        stored, misplaced = take_stored(WEIGHT)
-        d_weights = pullback.backward_weights(weights(v), extras(v, m), stored)
-        return nothing._replace(d_weights=d_weights, misplaced=misplaced)
+        found, misplaced = stores.take(WEIGHT, boxes, row["stores"], stage, name)
+        d_weights = pullback.backward_weights(weights(v), extras(v, m), found)
+        return Made(no_stream, stores.unchanged(boxes), no_counts, d_weights, misplaced)
 
-    branches = [lambda *operands: nothing, forward, backward, weight][: 1 + len(schedule.kinds)]
+    branches = [idle, forward, backward, weight][: 1 + len(schedule.kinds)]
     of_kind = schedule.chunks * schedule.microbatches
 
     def tick(carry, row):
@@ -159,14 +160,14 @@ def run(
             found, message = take(mail, jnp.maximum(slot, 0))
             return message, (found != name + kind * of_kind).astype(jnp.int32)
 
-        take_stored = lambda kind: stores.take(kind, carry["stores"], row["stores"], stage, name)
-        operands = v, m, name, read, take_stored
+        operands = v, m, name, read, carry["stores"], row
         made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in branches])
         carry |= dict(
             mail=mail,
             stores=stores.put(carry["stores"], row["stores"], stage, made.stored, leaving),
             counts=add_at(carry["counts"], v, made.counts),
             misplaced=carry["misplaced"] + made.misplaced,
+            traffic=jax.tree.map(jnp.add, carry["traffic"], stores.traffic(made.stored, row["stores"], stage)),
         )
         onward = jnp.where(kind == FORWARD, schedule.microbatches, -schedule.microbatches)
         to = name + kind * of_kind + onward
@@ -212,7 +213,8 @@ def run(
     names = ("table", "mail", "arrivals", "moves", "embed_forward", "head", "embed_backward")
     columns = {name: getattr(schedule, name) for name in names} | {"stores": stores.columns}
     carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
-    return Outcome(carry["loss"], carry["counts"], carry["grads"], lax.psum(carry["misplaced"], AXES))
+    misplaced = lax.psum(carry["misplaced"], AXES)
+    return Outcome(carry["loss"], carry["counts"], carry["grads"], misplaced, carry["traffic"])
 
 
 def example_of(program: Program, params: Tree) -> Args:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int64
 
-from k3jax.activations.residency import reserved, resident
+from k3jax.activations.residency import by_tick, reserved, resident
 from k3jax.parallel import pipeline
 from k3jax.parallel.schedules import Schedule
 from k3jax.train.plan import bytes_per_rank
@@ -68,7 +68,7 @@ def stores(schedule: Schedule, leaves: list[StoredLeaf]) -> list[Part]:
         where = (schedule, *leaf.span, leaf.policy.storage)
         name = f"stores: {leaf.policy}"
         before = parts.get(name, Part(name, 0, np.zeros(schedule.mail.shape, np.int64)))
-        slots, alive = leaf.bytes * reserved(*where).device, leaf.bytes * resident(*where).device
+        slots, alive = leaf.bytes * reserved(*where).device, leaf.bytes * by_tick(resident(*where).device)
         parts[name] = Part(name, before.reserved + slots, before.alive + alive)
     once = sum(leaf.bytes for leaf in leaves)
     busy = np.where(schedule.table[:, :, 0] > 0, IN_HAND * once, 0).astype(np.int64)

@@ -234,6 +234,7 @@ class Run:
             "moe_max_vio": float(values["moe_max_vio"]),
             "moe_replicas": int(values["moe_replicas"]),
             "moe_dropped": int(values["moe_dropped"]),
+            **{name: int(values[name]) for name in values if name.startswith("activations_")},
             "skipped": self._skipped,
         }
         if evaluate:

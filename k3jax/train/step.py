@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from k3jax import model as lm
 from k3jax import optim
 from k3jax.activations.leaves import tagged_names
+from k3jax.activations.stores import Traffic
 from k3jax.layers.common import Axes
 from k3jax.model import Batch
 from k3jax.optim.groups import path_name
@@ -66,6 +67,8 @@ class Gradients(NamedTuple):
     experts: LoadMetrics
     misplaced: jax.Array
     """Operations that found something of another microbatch in their slot: never, unless a table is wrong."""
+    traffic: Traffic
+    """Bytes of activations that all ranks put away in the step, by place."""
 
 
 def make_train_step(config: StepConfig, mesh: Mesh | AbstractMesh) -> TrainStep:
@@ -192,12 +195,13 @@ class TrainStep:
             **{f"moe_{name}": value for name, value in out.experts._asdict().items()},
             finite=finite,
             misplaced=out.misplaced,
+            **{f"activations_{place}_bytes": size for place, size in out.traffic._asdict().items()},
             grad_finite=jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(out.grads)]),
         )
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        specs = Gradients._make([P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P()])
+        specs = Gradients._make([P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
         return self._sharded(local, specs)(params, balance, self._flags(), batch)
 
@@ -237,6 +241,7 @@ class TrainStep:
             tokens,
             load_metrics(loads),
             outcome.misplaced,
+            jax.tree.map(lambda n: lax.psum(n, AXES), outcome.traffic),
         )
 
     def _program(self, params, balance, flags, batch: Batch) -> tuple[pipeline.Program, Any]:

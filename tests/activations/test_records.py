@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from k3jax.activations.policy import KEEP, POLICIES, Policy
 from k3jax.activations.records import Leaf, names_table, records, timeline
-from k3jax.activations.residency import resident
+from k3jax.activations.residency import MOMENTS, resident
 from k3jax.parallel.schedules import BACKWARD, FORWARD, RECIPES, build
 
 pytestmark = pytest.mark.quick
@@ -54,13 +54,13 @@ def test_a_record_lives_from_its_maker_to_its_last_reader(ledger):
         if record.policy.storage == "recompute":
             assert record.stays == () and record.location == "nowhere"
         else:
-            assert (record.stays[0].first, record.stays[-1].last) == (record.ready, record.release)
+            assert (record.stays[0].ticks[0], record.stays[-1].ticks[1]) == (record.ready, record.release)
 
 
 @given(ledgers())
 def test_bytes_are_the_sum_of_what_the_stores_hold(ledger):
     schedule, leaves = built(*ledger)
-    expected = np.zeros((3, *schedule.mail.shape), np.int64)
+    expected = np.zeros((3, MOMENTS * schedule.num_ticks, schedule.stages), np.int64)
     for leaf in leaves:
         span = leaf.producer, leaf.consumer or schedule.kinds[-1]
         expected += leaf.bytes * np.stack(resident(schedule, *span, leaf.policy.storage))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from k3jax.activations.hosting import host
 from k3jax.activations.parking import park
 from k3jax.activations.policy import STORAGES
-from k3jax.activations.residency import reserved, resident, stays, transfers
-from k3jax.activations.stores import HostStore, make_store
+from k3jax.activations.residency import MOMENTS, by_tick, reserved, resident, stays, transfers
+from k3jax.activations.stores import make_store
 from k3jax.parallel.schedules import RECIPES, WEIGHT, build
 
 
@@ -28,50 +28,81 @@ def built(name, counts, made, read, storage):
     return build(name, **counts), made, read, storage
 
 
-def replayed(shape, writes, reads):
-    """Contents alive, from columns [tick, stage] of slots: from a write to the last read before the slot is written again."""
-    alive = np.zeros(shape, int)
-    for stage in range(shape[1]):
-        written, last = {}, {}
-        for tick in range(shape[0]):
-            for slot in (column[tick, stage] for column in reads):
+def replayed(writes, reads):
+    """Contents alive, from columns [time, stage] of slots: from a write to the last read before the slot is written again."""
+    alive = np.zeros(writes[0].shape, int)
+    for stage in range(alive.shape[1]):
+        last = {}
+        for time in range(len(alive)):
+            for slot in (column[time, stage] for column in reads):
                 if slot >= 0:
-                    assert slot in written, "reads what was never written"
-                    alive[last[slot] + 1 : tick + 1, stage] += 1
-                    last[slot] = tick
-            for slot in (column[tick, stage] for column in writes):
+                    alive[last[slot] + 1 : time + 1, stage] += 1
+                    last[slot] = time
+            for slot in (column[time, stage] for column in writes):
                 if slot >= 0:
-                    alive[tick, stage] += 1
-                    written[slot] = last[slot] = tick
+                    alive[time, stage] += 1
+                    last[slot] = time
     return alive
 
 
-def columns_of(store, schedule, made, read):
-    """((writes, reads) on the device, (writes, reads) in host memory) of a store."""
-    kinds, columns = schedule.table[:, :, 0], store.columns
-    if isinstance(store, HostStore):
-        fetch = columns["fetch"]
-        device = [columns["land"], fetch[:, :, 1]], [columns["slot"]]
-        return device, ([columns["write"]], [fetch[:, :, 0]])
-    reads = [np.where((kinds > made) & (kinds <= read), columns["slot"], -1)]
-    writes = [columns["write"]]
-    for (sender, receiver), moves in zip(store.pairs, columns["moves"], strict=True):
-        leaves, arrives = np.full((2, *schedule.mail.shape), -1)
-        leaves[:, sender], arrives[:, receiver] = moves[:, 0], moves[:, 1]
-        reads, writes = [*reads, leaves], [*writes, arrives]
-    return (writes, reads), ([], [])
+def moment(column, number):
+    """A column of ticks as one of moments."""
+    spread = np.full((MOMENTS * len(column), column.shape[1]), -1)
+    spread[number::MOMENTS] = column
+    return spread
 
 
-@given(spans([s for s in STORAGES if s != "recompute"]))
-@settings(max_examples=150)
-def test_what_is_alive_is_what_the_columns_of_the_store_say(case):
-    schedule, made, read, storage = case = built(*case)
-    store = make_store(schedule, (made, read), storage)
-    found = resident(*case)
-    device, away = columns_of(store, schedule, made, read)
-    np.testing.assert_array_equal(found.device, replayed(schedule.mail.shape, *device))
-    np.testing.assert_array_equal(found.host, replayed(schedule.mail.shape, *away))
-    assert found.device.max() <= reserved(*case).device and found.host.max() <= reserved(*case).host
+def reading(schedule, made, read, slots):
+    kinds = schedule.table[:, :, 0]
+    return np.where((kinds > made) & (kinds <= read), slots, -1)
+
+
+@given(spans(["keep"]))
+@settings(max_examples=50)
+def test_what_is_kept_is_what_the_columns_of_its_store_say(case):
+    schedule, made, read, _ = case = built(*case)
+    store = make_store(schedule, (made, read), "keep")
+    alive = replayed([store.columns["write"]], [reading(schedule, made, read, store.columns["slot"])])
+    np.testing.assert_array_equal(by_tick(resident(*case).device), alive)
+    assert alive.max() == reserved(*case).device and not resident(*case).host.any()
+
+
+@given(spans(["remote-offload"]))
+@settings(max_examples=100)
+def test_what_is_parked_is_what_the_columns_of_its_store_say(case):
+    """In moments: operations read, then both writes, then what leaves in the next tick is read."""
+    schedule, made, read, _ = case = built(*case)
+    store, found = make_store(schedule, (made, read), "remote-offload"), resident(*case)
+    writes = [moment(store.columns["write"], 1)]
+    reads = [moment(reading(schedule, made, read, store.columns["slot"]), 0)]
+    for way, (sender, receiver) in (("there", (0, 1)), ("back", (1, 0))):
+        for pair, moves in store.columns[way].items():
+            arrives, leaves = np.full((2, *schedule.mail.shape), -1)
+            arrives[:, pair[receiver]] = moves[:, 1]
+            leaves[:, pair[sender]] = store.columns["next"][way][pair]
+            writes.append(moment(arrives, 1))
+            reads.append(moment(leaves, 2))
+    np.testing.assert_array_equal(found.device, replayed(writes, reads))
+    plan = park(schedule, made, read)
+    np.testing.assert_array_equal(by_tick(found.device), plan.resident)
+    assert found.parked.any() == bool(plan.moves) and transfers(*case) == len(plan.moves)
+    assert reserved(*case) == (plan.num_slots + bool(plan.moves), 0)
+    assert plan.num_slots <= resident(schedule, made, read, "keep").peak.max()
+
+
+@given(spans(["local-offload"]))
+@settings(max_examples=60)
+def test_what_is_hosted_is_what_the_columns_of_its_store_say(case):
+    schedule, made, read, _ = case = built(*case)
+    store, found = make_store(schedule, (made, read), "local-offload"), resident(*case)
+    columns, plan = store.columns, host(schedule, made, read)
+    fetched, landed = columns["fetch"][:, :, 0], columns["fetch"][:, :, 1]
+    device = replayed([columns["land"], landed], [reading(schedule, made, read, columns["slot"])])
+    np.testing.assert_array_equal(by_tick(found.device), device)
+    np.testing.assert_array_equal(by_tick(found.host), replayed([columns["write"]], [fetched]))
+    assert found.host.max() == plan.write.max() + 1 and found.peak.max() == plan.num_slots
+    assert reserved(*case).device > plan.num_slots and reserved(*case).host > plan.num_host_slots - 1
+    assert (fetched >= 0).sum() * 2 == transfers(*case)
 
 
 @given(spans())
@@ -86,32 +117,13 @@ def test_stays_follow_each_other_from_the_first_reader_to_the_last(case):
         if storage == "recompute":
             assert not of_key
             continue
-        assert (of_key[0].first, of_key[-1].last) == (schedule.ticks[made, *key], schedule.ticks[read, *key])
-        assert all(here.last == there.first for here, there in zip(of_key, of_key[1:], strict=False))
-        assert of_key[-1][:2] == ("device", home) and of_key[-1].first <= schedule.ticks[first_reader, *key]
+        assert of_key[0].ticks[0] == schedule.ticks[made, *key] and of_key[-1].ticks[1] == schedule.ticks[read, *key]
+        for here, there in zip(of_key, of_key[1:], strict=False):
+            assert here.place == "host" and here.ticks[1] == there.ticks[0] or here.ticks[1] + 1 == there.ticks[0]
+        assert of_key[-1][:2] == ("device", home) and of_key[-1].ticks[0] <= schedule.ticks[first_reader, *key]
     away = [stay for of_key in found.values() for stay in of_key[:-1]]
     moved = {"local-offload": 2 * len(away), "remote-offload": len(away)}.get(storage, 0)
     assert transfers(*case) == moved and (moved == 0 or storage in ("local-offload", "remote-offload"))
-
-
-@given(spans(["remote-offload"]))
-@settings(max_examples=60)
-def test_parked_things_are_those_of_the_parking_plan(case):
-    schedule, made, read, _ = case = built(*case)
-    plan, found = park(schedule, made, read), resident(*case)
-    np.testing.assert_array_equal(found.device, plan.resident)
-    assert found.parked.any() == bool(plan.moves) and transfers(*case) == len(plan.moves)
-    assert reserved(*case) == (plan.num_slots + bool(plan.moves), 0)
-    assert plan.num_slots <= resident(schedule, made, read, "keep").peak.max()
-
-
-@given(spans(["local-offload"]))
-@settings(max_examples=60)
-def test_hosted_things_are_those_of_the_hosting_plan(case):
-    schedule, made, read, _ = case = built(*case)
-    plan, found = host(schedule, made, read), resident(*case)
-    assert found.host.max() == plan.write.max() + 1 and found.peak.max() == plan.num_slots
-    assert (plan.fetch[:, :, 0] >= 0).sum() * 2 == transfers(*case)
 
 
 def test_hosting_leaves_little_on_the_device_and_parking_levels_it():

@@ -1,0 +1,36 @@
+"""What leaves the device is compiled for GPUs that are not here: only there are memory spaces checked."""
+
+import re
+
+import jax
+import pytest
+import test_pipeline as toy
+
+from k3jax.parallel.schedules import build
+from meshes import MeshSpec
+from meshes.absent import absent_devices
+
+POLICIES = ["*=local-offload", "toy.out=quantize+local-offload,*=remote-offload"]
+
+
+@pytest.fixture(scope="module")
+def devices():
+    try:
+        return absent_devices("h200", per_host=8)
+    except RuntimeError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb1p"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloading_compiles_for_gpus_and_uses_host_memory(devices, monkeypatch, policy, name):
+    monkeypatch.setattr(toy, "T", 128)
+    spec = MeshSpec.parse("pipe=4,data=2")
+    monkeypatch.setattr(MeshSpec, "build", lambda self, of=None, build=MeshSpec.build: build(self, devices))
+    schedule = build(name, stages=4, virtual=2 if name == "interleaved_1f1b" else 1, microbatches=8)
+    arguments = jax.eval_shape(lambda: (toy.toy_params(schedule.chunks), *toy.toy_tokens(8, 2)))
+    compiled = {p: toy.executed(spec, schedule, p).lower(*arguments).compile() for p in (policy, "*=keep")}
+    offloaded, kept = (compiled[p].memory_analysis() for p in (policy, "*=keep"))
+    assert re.search(r"S\(5\)", compiled[policy].as_text()), "a buffer in host memory"
+    assert offloaded.host_temp_size_in_bytes > 0 == kept.host_temp_size_in_bytes
+    assert offloaded.temp_size_in_bytes < kept.temp_size_in_bytes

@@ -112,7 +112,7 @@ def _of_stage(schedule: Schedule, made: int, read: int, stage: int, limit: int) 
     holder, next_kind = schedule.stages - 1 - stage, schedule.kinds[schedule.kinds.index(made) + 1]
     mine = {life.key: life for life in schedule.lives(made, read) if life.stage == stage}
     back = {key: schedule.ticks[next_kind, *key] - 1 for key in mine}
-    parked: dict[tuple[int, int], int] = {}
+    parked: dict[tuple[int, ...], int] = {}
     for tick in range(schedule.num_ticks):
         away = lambda k, tick=tick: parked.get(k, tick) < tick < back[k]
         here = [k for k, life in mine.items() if life.born <= tick <= life.dies and not away(k)]

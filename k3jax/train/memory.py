@@ -22,10 +22,6 @@ from k3jax.train.plan import bytes_per_rank
 from k3jax.train.step import TrainStep
 from k3jax.train.stored import StoredLeaf, of_program
 
-IN_HAND = 3
-"""Copies of one (chunk, microbatch) beside the slots: what the operation's branch returns, what goes into the slot (with
-the old content, where there is nothing to store), what an operation reads. Seen in XLA's buffer assignment."""
-
 
 class Part(NamedTuple):
     """Bytes on a rank's device for one purpose."""
@@ -62,7 +58,7 @@ def memory(step: TrainStep) -> list[Part]:
 
 
 def stores(schedule: Schedule, leaves: list[StoredLeaf]) -> list[Part]:
-    """A part for each policy, and what operations hold in their hands beside the slots."""
+    """A part for each policy; and in the operations' hands, beside the slots, one content to store and one that is read."""
     parts: dict[str, Part] = {}
     for leaf in leaves:
         where = (schedule, *leaf.span, leaf.policy.storage)
@@ -70,9 +66,10 @@ def stores(schedule: Schedule, leaves: list[StoredLeaf]) -> list[Part]:
         before = parts.get(name, Part(name, 0, np.zeros(schedule.mail.shape, np.int64)))
         slots, alive = leaf.bytes * reserved(*where).device, leaf.bytes * by_tick(resident(*where).device)
         parts[name] = Part(name, before.reserved + slots, before.alive + alive)
-    once = sum(leaf.bytes for leaf in leaves)
-    busy = np.where(schedule.table[:, :, 0] > 0, IN_HAND * once, 0).astype(np.int64)
-    return [*parts.values(), Part("stores: in hand", IN_HAND * once, busy)]
+    # A branch returns what is encoded, and reads what it then decodes: so XLA's buffer assignment has it.
+    in_hand = sum(leaf.bytes + nbytes(leaf.shape) for leaf in leaves)
+    busy = np.where(schedule.table[:, :, 0] > 0, in_hand, 0).astype(np.int64)
+    return [*parts.values(), Part("stores: in hand", in_hand, busy)]
 
 
 def mail_in_use(schedule: Schedule) -> Int64[np.ndarray, "ticks stages"]:

@@ -107,7 +107,7 @@ class Schedule:
             yield tick, stage, *self.table[tick, stage].tolist()
 
     @functools.cached_property
-    def ticks(self) -> dict[tuple[int, int, int], int]:
+    def ticks(self) -> dict[tuple[int, ...], int]:
         """When each (kind, chunk, microbatch) runs."""
         return {(kind, chunk, m): tick for tick, _, kind, chunk, m, _ in self.operations()}
 

@@ -42,6 +42,8 @@ class Parking:
     slots: Int32[np.ndarray, "ticks stages"]
     """Slot, on its own stage, at each operation that makes or reads it; else -1."""
     moves: tuple[Move, ...]
+    stays: dict[tuple[int, ...], tuple[Life, ...]]
+    """Where each (chunk, microbatch) is, in thirds of ticks: on its own stage, and in between, if parked, with its holder."""
     resident: Int[np.ndarray, "ticks stages"]
     """Slots in use, the most at any time in a tick. A buffer of one slot's contents comes on top where anything moves."""
 
@@ -102,7 +104,7 @@ def _plan(schedule: Schedule, made: int, read: int, limit: int) -> Parking:
         for here, there in zip(of_key, of_key[1:], strict=False)
     ]
     resident = thirds.reshape(schedule.num_ticks, 3, schedule.stages).max(axis=1)
-    return Parking(slots, tuple(sorted(moves)), resident)
+    return Parking(slots, tuple(sorted(moves)), {key: tuple(of_key) for key, of_key in stays.items()}, resident)
 
 
 def _of_stage(schedule: Schedule, made: int, read: int, stage: int, limit: int) -> Iterator[_Stay]:

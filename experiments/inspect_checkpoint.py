@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import tyro
 
+from experiments.tables import print_table
 from k3jax.train import step_directory
 from k3jax.train.checkpoint import read_arrays
 from meshes.command_line import parse
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"checkpoint {directory / str(step)}")
     for part in ("model", "config", "extra"):
         print(f"{part} {json.dumps(manifest[part])}")
-    print_table(rows)
+    print_table(HEADER, rows, NUMBERS)
     for tree, (arrays, values, size) in totals.items():
         print(f"{tree}: {arrays:,} arrays, {values:,} values, {size:,} bytes")
 
@@ -86,29 +87,6 @@ def describe(
             arrays, values, size = sizes.get(tree, (0, 0, 0))
             sizes[tree] = arrays + 1, values + array.size, size + array.nbytes
     return rows, dict(sorted(sizes.items(), key=lambda item: item[0] == "total"))
-
-
-def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """A table that fits the terminal; elsewhere plain columns."""
-    if sys.stdout.isatty():
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in HEADER:
-            table.add_column(name, overflow="fold", justify="right" if name in NUMBERS else "left")
-        for cells in rows:
-            table.add_row(*cells)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    for cells in (HEADER, *rows):
-        aligned = (
-            cell.rjust(width) if name in NUMBERS else cell.ljust(width)
-            for name, cell, width in zip(HEADER, cells, widths, strict=True)
-        )
-        print("  ".join(aligned))
 
 
 if __name__ == "__main__":

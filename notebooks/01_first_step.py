@@ -35,11 +35,13 @@ from pathlib import Path
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+from IPython.display import display
 
 from k3jax import configs
 from k3jax.optim import parameter_groups
 from k3jax.parallel.layout import StackLayout
-from k3jax.parallel.schedules import BACKWARD, FORWARD, build
+from k3jax.parallel.schedules import build
+from k3jax.parallel.schedules.picture import draw
 from k3jax.parameters import count, parameters
 from k3jax.train import step_directory
 from k3jax.train.checkpoint import Checkpoints, read_arrays
@@ -132,26 +134,11 @@ print(f"at most {schedule.in_flight().tolist()} chunk activations at once on the
 
 # %% [markdown]
 # Drawn to time, with a backward twice as long as a forward. Every tick ends in a permute over `pipe` and so lasts as
-# long as its slowest rank; that is why a row never mixes forward and backward. White is the bubble.
-
+# long as its slowest rank; that is why a row never mixes forward and backward. White is the bubble. On the right, how
+# many (chunk, microbatch) wait on each stage for their backward. `python -m experiments.plan schedule` compares tables.
 
 # %%
-def draw(schedule, forward=1.0, backward=2.0):
-    cost = np.array([0.0, forward, backward])[schedule.table[:, :, 0]]
-    start = np.concatenate([[0.0], np.cumsum(cost.max(axis=1))])
-    figure, axes = plt.subplots(figsize=(12, 0.7 + 0.45 * schedule.stages), layout="constrained")
-    for tick, stage, kind, chunk, microbatch, _ in schedule.operations():
-        colour = {FORWARD: "tab:blue", BACKWARD: "tab:orange"}[kind]
-        shade = 0.35 + 0.5 * (chunk // schedule.stages + 1) / schedule.virtual
-        axes.barh(stage, cost[tick, stage], left=start[tick], color=colour, alpha=min(shade, 1.0), edgecolor="white")
-        axes.text(start[tick] + cost[tick, stage] / 2, stage, f"{microbatch}", ha="center", va="center", fontsize=8)
-    axes.set(yticks=range(schedule.stages), ylabel="stage", xlabel="time (forwards of one chunk)", xlim=(0, start[-1]))
-    axes.set_title("microbatches: forward blue, backward orange, later virtual stages darker", fontsize=9)
-    axes.invert_yaxis()
-    plt.show()
-
-
-draw(schedule)
+draw([schedule])
 
 # %% [markdown]
 # **Change it:** four stages with eight microbatches, and no virtual stages against three: the bubble shrinks from
@@ -162,7 +149,7 @@ for chunks_per_stage in (1, 3):
     larger = build("interleaved_1f1b", stages=4, virtual=chunks_per_stage, microbatches=8)
     print(f"virtual={chunks_per_stage}: bubble {larger.bubble_fraction(lockstep=True):.3f}", end=", ")
     print(f"in flight {larger.in_flight().tolist()}")
-    draw(larger)
+    display(draw([larger]))
 
 # %% [markdown]
 # ## Twenty steps
@@ -295,7 +282,7 @@ print(router, "->", groups["chunks"]["0"]["moe"]["router"], sep="\n")
 #
 # | to change | start in |
 # | --- | --- |
-# | a schedule | `k3jax/parallel/schedules.py`: a new table; the executor stays |
+# | a schedule | `k3jax/parallel/schedules/build.py`: a new recipe; the executor stays |
 # | a layer | `k3jax/layers/`; tag what backward needs with `checkpoint_name` |
 # | where a parameter lies | its `Placement` in the layer, `k3jax/sharding.py` |
 # | what is stored for backward | `k3jax/activations/policy.py` |

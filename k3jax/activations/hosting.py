@@ -23,6 +23,10 @@ class Hosting:
     """Host slot to read before the operation, and slot on the device to write after it."""
     slots: Int32[np.ndarray, "ticks stages"]
     """Slot on the device, at each operation that reads it."""
+    away: dict[tuple[int, ...], Life]
+    """Of each (chunk, microbatch) that leaves the device: when it is in host memory; …"""
+    here: dict[tuple[int, ...], Life]
+    """… and of all, when they are on the device."""
 
     @property
     def num_host_slots(self) -> int:
@@ -43,20 +47,19 @@ def host(schedule: Schedule, made: int, read: int) -> Hosting:
     next_kind = schedule.kinds[schedule.kinds.index(made) + 1]
     lives = schedule.lives(made, read)
     fetched = {life.key: schedule.ticks[next_kind, *life.key] - 1 for life in lives}
-    leaves = lambda life: fetched[life.key] > life.born
-    away = assign([life._replace(dies=fetched[life.key]) for life in lives if leaves(life)], schedule.stages)
-    landed = [Life(x.stage, fetched[x.key] if leaves(x) else x.born, x.dies, x.key) for x in lives]
-    here = assign(landed, schedule.stages)
+    away = {x.key: x._replace(dies=fetched[x.key]) for x in lives if fetched[x.key] > x.born}
+    here = {x.key: x._replace(born=fetched[x.key] if x.key in away else x.born) for x in lives}
+    host_slot, slot = (assign(of_key.values(), schedule.stages) for of_key in (away, here))
     none = lambda *more: np.full((*schedule.mail.shape, *more), -1, np.int32)
-    plan = Hosting(none(), none(), none(2), none())
+    plan = Hosting(none(), none(), none(2), none(), away, here)
     for life in lives:
         stage, key = life.stage, life.key
-        if leaves(life):
-            plan.write[life.born, stage] = away[key]
-            plan.fetch[fetched[key], stage] = away[key], here[key]
+        if key in away:
+            plan.write[life.born, stage] = host_slot[key]
+            plan.fetch[fetched[key], stage] = host_slot[key], slot[key]
         else:
-            plan.land[life.born, stage] = here[key]
+            plan.land[life.born, stage] = slot[key]
     for tick, stage, kind, chunk, m, _ in schedule.operations():
         if made < kind <= read:
-            plan.slots[tick, stage] = here[chunk, m]
+            plan.slots[tick, stage] = slot[chunk, m]
     return plan

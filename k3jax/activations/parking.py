@@ -31,7 +31,7 @@ class Move(NamedTuple):
     pair: Pair
     slots: tuple[int, int]
     """Of the sender, of the receiver."""
-    key: tuple[int, int]
+    key: tuple[int, ...]
     """(chunk, microbatch)."""
 
 
@@ -42,6 +42,8 @@ class Parking:
     slots: Int32[np.ndarray, "ticks stages"]
     """Slot, on its own stage, at each operation that makes or reads it; else -1."""
     moves: tuple[Move, ...]
+    stays: dict[tuple[int, ...], tuple[Life, ...]]
+    """Where each (chunk, microbatch) is, in thirds of ticks: on its own stage, and in between, if parked, with its holder."""
     resident: Int[np.ndarray, "ticks stages"]
     """Slots in use, the most at any time in a tick. A buffer of one slot's contents comes on top where anything moves."""
 
@@ -78,12 +80,12 @@ class _Stay(NamedTuple):
 
     life: Life
     """In thirds of ticks: the operation reads, the store is written, what leaves is read."""
-    key: tuple[int, int]
+    key: tuple[int, ...]
 
 
 def _plan(schedule: Schedule, made: int, read: int, limit: int) -> Parking:
     """A stage that has `limit` slots in use parks what it needs last, if its partner is a later stage."""
-    stays: dict[tuple[int, int], list[Life]] = {}
+    stays: dict[tuple[int, ...], list[Life]] = {}
     for stage in range(schedule.stages):
         for life, key in _of_stage(schedule, made, read, stage, limit):
             stays.setdefault(key, []).append(life)
@@ -102,7 +104,7 @@ def _plan(schedule: Schedule, made: int, read: int, limit: int) -> Parking:
         for here, there in zip(of_key, of_key[1:], strict=False)
     ]
     resident = thirds.reshape(schedule.num_ticks, 3, schedule.stages).max(axis=1)
-    return Parking(slots, tuple(sorted(moves)), resident)
+    return Parking(slots, tuple(sorted(moves)), {key: tuple(of_key) for key, of_key in stays.items()}, resident)
 
 
 def _of_stage(schedule: Schedule, made: int, read: int, stage: int, limit: int) -> Iterator[_Stay]:
@@ -110,7 +112,7 @@ def _of_stage(schedule: Schedule, made: int, read: int, stage: int, limit: int) 
     holder, next_kind = schedule.stages - 1 - stage, schedule.kinds[schedule.kinds.index(made) + 1]
     mine = {life.key: life for life in schedule.lives(made, read) if life.stage == stage}
     back = {key: schedule.ticks[next_kind, *key] - 1 for key in mine}
-    parked: dict[tuple[int, int], int] = {}
+    parked: dict[tuple[int, ...], int] = {}
     for tick in range(schedule.num_ticks):
         away = lambda k, tick=tick: parked.get(k, tick) < tick < back[k]
         here = [k for k, life in mine.items() if life.born <= tick <= life.dies and not away(k)]

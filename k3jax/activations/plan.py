@@ -11,7 +11,7 @@ from typing import Any
 from k3jax.activations.policy import Policy
 from k3jax.activations.records import Leaf
 
-HEADER = ("name", "policy", "bytes", "seconds", "parked")
+HEADER = ("name", "policy", "bytes", "seconds")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,11 @@ class ActivationPlan:
     budget: int
     """Bytes of activations that a rank may hold."""
     peak: tuple[int, ...]
-    """Most bytes that each rank holds, its own and those of others."""
+    """Most bytes alive on each rank, its own and those it holds for others."""
+    reserved: int
+    """Bytes that the executor's stores take on every rank, for the whole step."""
     leaves: tuple[Leaf, ...]
-    """One for each name; under remote-offload, a rank that is its own holder parks nothing."""
+    """One for each name and span."""
     seconds: tuple[float, ...]
     """Cost of each leaf's policy: time spent on encoding, moving, recomputing in one step, summed over ranks."""
 
@@ -35,23 +37,21 @@ class ActivationPlan:
     @property
     def activations(self) -> str:
         """The policies as `ActivationPolicy.parse` reads them."""
-        return ",".join(f"{leaf.name}={leaf.policy}" for leaf in self.leaves)
+        policies = {leaf.name: leaf.policy for leaf in self.leaves}
+        return ",".join(f"{name}={policy}" for name, policy in policies.items())
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Cells under `HEADER`: bytes of one chunk and microbatch, and which rank parks at which."""
-        rows = []
-        for leaf, seconds in zip(self.leaves, self.seconds, strict=True):
-            parked = [f"{rank} at {holder}" for rank, holder in enumerate(leaf.holders or ()) if holder != rank]
-            rows.append((leaf.name, str(leaf.policy), f"{leaf.bytes:,}", f"{seconds:.4g}", ", ".join(parked)))
-        return rows
+        """Cells under `HEADER`: bytes of one chunk and microbatch, seconds of all."""
+        pairs = zip(self.leaves, self.seconds, strict=True)
+        return [(leaf.name, str(leaf.policy), f"{leaf.bytes:,}", f"{seconds:.4g}") for leaf, seconds in pairs]
 
     def __str__(self) -> str:
         table = [HEADER, *self.rows()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        align = [str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
+        align = [str.ljust, str.ljust, str.rjust, str.rjust]
         lines = ["  ".join(f(c, w) for f, c, w in zip(align, cells, widths, strict=True)).rstrip() for cells in table]
-        total = f"{self.cost:.4g} seconds of all ranks; at most {max(self.peak):,} of {self.budget:,} bytes on a rank"
-        return "\n".join([*lines, total])
+        held = f"at most {max(self.peak):,} bytes alive on a rank, {self.reserved:,} reserved"
+        return "\n".join([*lines, f"{self.cost:.4g} seconds of all ranks; {held}, budget {self.budget:,}"])
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the plan as JSON; `load` gives back an equal one."""
@@ -60,7 +60,9 @@ class ActivationPlan:
             for leaf, seconds in zip(self.leaves, self.seconds, strict=True)
         ]
         with open(path, "w") as file:
-            json.dump({"budget": self.budget, "peak": self.peak, "names": names}, file, indent=1)
+            json.dump(
+                {"budget": self.budget, "peak": self.peak, "reserved": self.reserved, "names": names}, file, indent=1
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> ActivationPlan:
@@ -68,13 +70,14 @@ class ActivationPlan:
         with open(path, "rb") as file:
             text = file.read()
         try:
-            whole = _fields(json.loads(text), "the plan", {"budget", "peak", "names"})
-            budget = _checked(whole["budget"], int, "budget")
+            whole = _fields(json.loads(text), "the plan", {"budget", "peak", "reserved", "names"})
+            budget, reserved = (_checked(whole[field], int, field) for field in ("budget", "reserved"))
             peak = tuple(_checked(bytes, int, "peak") for bytes in _checked(whole["peak"], list, "peak"))
             names = [_named(entry) for entry in _checked(whole["names"], list, "names")]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)} is not a plan of activations: {error}") from None
-        return cls(budget, peak, tuple(leaf for leaf, _ in names), tuple(seconds for _, seconds in names))
+        leaves, seconds = tuple(leaf for leaf, _ in names), tuple(seconds for _, seconds in names)
+        return cls(budget, peak, reserved, leaves, seconds)
 
 
 def _named(entry: Any) -> tuple[Leaf, float]:
@@ -85,8 +88,6 @@ def _named(entry: Any) -> tuple[Leaf, float]:
         _checked(entry[field], int, field)
     if entry["consumer"] is not None:
         _checked(entry["consumer"], int, "consumer")
-    if entry["holders"] is not None:
-        entry["holders"] = tuple(_checked(rank, int, "holders") for rank in _checked(entry["holders"], list, "holders"))
     entry["policy"] = Policy.parse(_checked(entry["policy"], str, "policy"))
     return Leaf(**entry), seconds
 

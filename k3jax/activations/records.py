@@ -11,10 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from jaxtyping import Int64
-
 from k3jax.activations.policy import Policy
+from k3jax.activations.residency import Stay, Timeline, stays, timeline_of
 from k3jax.parallel.schedules import FORWARD, Schedule
 
 
@@ -29,8 +27,6 @@ class Leaf(NamedTuple):
     """Kind of operation that makes it."""
     consumer: int | None = None
     """Kind of operation that reads it last; None: the last kind of the schedule."""
-    holders: tuple[int, ...] | None = None
-    """Under remote-offload, the rank that keeps each rank's values (its own number: it keeps them itself); None: `mirrored`."""
 
 
 class Operation(NamedTuple):
@@ -53,108 +49,73 @@ class ActivationRecord:
     consumer: Operation
     """The last one that reads it."""
     bytes: int
-    ready: int
-    """First tick in which it is stored."""
-    release: int
-    """Tick after whose operation it may be freed."""
     policy: Policy
-    location: str
-    """"device" (of its own rank), "host", or "rank r"."""
-    restoration: str
-    """"none", "recompute", "decode", "fetch from host", "fetch from rank r", or a fetch "and decode"."""
+    stays: tuple[Stay, ...]
+    """Where it is, in order of time; where one stay follows another it is moved."""
 
+    @property
+    def ready(self) -> int:
+        """First tick in which it is stored."""
+        return self.producer.tick
 
-def mirrored(stages: int) -> tuple[int, ...]:
-    """Rank s of the first half parks at rank stages - 1 - s: early ranks hold as much more as late ones hold less."""
-    return tuple(max(stage, stages - 1 - stage) for stage in range(stages))
+    @property
+    def release(self) -> int:
+        """Tick after whose operation it may be freed."""
+        return self.consumer.tick
+
+    @property
+    def location(self) -> str:
+        """Where it waits: "device" (of its own rank), "host", "rank r", or "nowhere" if it is recomputed."""
+        away = [stay for stay in self.stays if (stay.place, stay.rank) != ("device", self.producer.stage)]
+        if not away:
+            return "device" if self.stays else "nowhere"
+        return "host" if away[0].place == "host" else f"rank {away[0].rank}"
+
+    @property
+    def restoration(self) -> str:
+        """ "none", "recompute", "decode", "fetch from host", "fetch from rank r", or a fetch "and decode"."""
+        if not self.stays:
+            return "recompute"
+        fetch = [f"fetch from {self.location}"] * (self.location != "device")
+        return " and ".join(fetch + ["decode"] * self.policy.quantized) or "none"
 
 
 def records(schedule: Schedule, leaves: Iterable[Leaf]) -> list[ActivationRecord]:
     """A record for each leaf of each (chunk, microbatch), in the order of chunks, microbatches, leaves.
 
-    Raises ValueError for a leaf that is made or read by a kind that the schedule has not, or read before it is made,
-    for bytes below 0, for recomputed bytes, and for holders that are not one rank for each stage.
+    Raises ValueError for a leaf that is made or read by a kind that the schedule has not, or not read after it is made,
+    for bytes below 0, and for recomputed bytes.
     """
-    resolved = [(leaf, _resolved(schedule, leaf)) for leaf in leaves]
+    spans = [(leaf, span_of(schedule, leaf)) for leaf in leaves]
     operations: dict[tuple[int, int], dict[int, Operation]] = {}
     for tick, stage, kind, chunk, microbatch, _ in schedule.operations():
         operations.setdefault((chunk, microbatch), {})[kind] = Operation(tick, stage, kind, chunk, microbatch)
     made = []
-    for _, by_kind in sorted(operations.items()):
-        for leaf, (last_kind, holders) in resolved:
-            producer, consumer = by_kind[leaf.producer], by_kind[last_kind]
-            location, restoration = _place(leaf.policy, producer.stage, holders[producer.stage])
-            life = (leaf.bytes, producer.tick, consumer.tick)
-            made.append(
-                ActivationRecord(len(made), leaf.name, producer, consumer, *life, leaf.policy, location, restoration)
-            )
+    for key, by_kind in sorted(operations.items()):
+        for leaf, span in spans:
+            ends = by_kind[span[0]], by_kind[span[1]]
+            places = stays(schedule, *span, leaf.policy.storage)[key]
+            made.append(ActivationRecord(len(made), leaf.name, *ends, leaf.bytes, leaf.policy, places))
     return made
 
 
-def _resolved(schedule: Schedule, leaf: Leaf) -> tuple[int, tuple[int, ...]]:
-    """The leaf's consumer and holders, with defaults filled in."""
-    kinds, stages = schedule.kinds, schedule.stages
-    consumer = kinds[-1] if leaf.consumer is None else leaf.consumer
-    holders = mirrored(stages) if leaf.holders is None else leaf.holders
-    if not {leaf.producer, consumer} <= set(kinds) or kinds.index(leaf.producer) > kinds.index(consumer):
+def span_of(schedule: Schedule, leaf: Leaf) -> tuple[int, int]:
+    """The kinds that make a leaf and read it last; ValueError as of `records`."""
+    kinds, consumer = schedule.kinds, schedule.kinds[-1] if leaf.consumer is None else leaf.consumer
+    if not {leaf.producer, consumer} <= set(kinds) or kinds.index(leaf.producer) >= kinds.index(consumer):
         raise ValueError(
-            f"{leaf.name}: made by kind {leaf.producer}, read last by kind {consumer}: must be of {kinds}, in this order"
+            f"{leaf.name}: made by kind {leaf.producer}, read last by kind {consumer}: must be two of {kinds}, in order"
         )
     if leaf.bytes < 0 or (leaf.bytes and leaf.policy.storage == "recompute"):
         raise ValueError(
             f"{leaf.name}: {leaf.bytes} bytes under {leaf.policy}: must be at least 0, and 0 if recomputed"
         )
-    if len(holders) != stages or not set(holders) <= set(range(stages)):
-        raise ValueError(f"{leaf.name}: holders {holders}: must be {stages} ranks of 0 to {stages - 1}")
-    return consumer, holders
+    return leaf.producer, consumer
 
 
-def _place(policy: Policy, stage: int, holder: int) -> tuple[str, str]:
-    """Location, and what brings it back."""
-    if policy.storage == "recompute":
-        return "device", "recompute"
-    location = "device"
-    if policy.storage == "local-offload":
-        location = "host"
-    elif policy.storage == "remote-offload" and holder != stage:
-        location = f"rank {holder}"
-    steps = [f"fetch from {location}"] * (location != "device") + ["decode"] * policy.quantized
-    return location, " and ".join(steps) or "none"
-
-
-class Timeline(NamedTuple):
-    """Bytes at each tick, by the place that holds them."""
-
-    own: Int64[np.ndarray, "ticks stages"]
-    """On each rank's device, its own."""
-    parked: Int64[np.ndarray, "ticks stages"]
-    """On each rank's device, those of other ranks."""
-    host: Int64[np.ndarray, "ticks stages"]
-    """In host memory, of each rank."""
-
-    @property
-    def device(self) -> Int64[np.ndarray, "ticks stages"]:
-        """All that a rank's device holds."""
-        return self.own + self.parked
-
-    @property
-    def peak(self) -> Int64[np.ndarray, " stages"]:
-        """Most bytes that each rank's device holds at any tick."""
-        return self.device.max(axis=0)
-
-
-def timeline(records: Iterable[ActivationRecord], ticks: int, stages: int) -> Timeline:
-    """Bytes alive at each tick: a record counts from its ready tick to its release tick, both included."""
-    change = Timeline(*(np.zeros((ticks + 1, stages), np.int64) for _ in Timeline._fields))
-    for record in records:
-        place, rank = change.own, record.producer.stage
-        if record.location == "host":
-            place = change.host
-        elif record.location != "device":
-            place, rank = change.parked, int(record.location.removeprefix("rank "))
-        place[record.ready, rank] += record.bytes
-        place[record.release + 1, rank] -= record.bytes
-    return Timeline(*(part.cumsum(axis=0)[:-1] for part in change))
+def timeline(schedule: Schedule, records: Iterable[ActivationRecord]) -> Timeline:
+    """Bytes alive at each moment: a stay counts from its first to its last, both included."""
+    return timeline_of(schedule, [(r.producer.chunk, stay, r.bytes) for r in records for stay in r.stays])
 
 
 class NameSummary(NamedTuple):
@@ -167,6 +128,9 @@ class NameSummary(NamedTuple):
     ticks: int
     """Longest life, first and last tick included."""
     records: int
+    where: tuple[str, ...]
+    """All locations, in alphabetical order."""
+    restorations: tuple[str, ...]
 
 
 def names_table(records: Iterable[ActivationRecord]) -> list[NameSummary]:
@@ -178,5 +142,7 @@ def names_table(records: Iterable[ActivationRecord]) -> list[NameSummary]:
     for name, group in sorted(by_name.items()):
         pieces = {(record.producer.chunk, record.producer.microbatch) for record in group}
         total, ticks = sum(record.bytes for record in group), max(r.release - r.ready + 1 for r in group)
-        summaries.append(NameSummary(name, group[0].policy, total // len(pieces), ticks, len(group)))
+        where, restorations = ({f(r) for r in group} for f in (lambda r: r.location, lambda r: r.restoration))
+        sides = tuple(sorted(where)), tuple(sorted(restorations))
+        summaries.append(NameSummary(name, group[0].policy, total // len(pieces), ticks, len(group), *sides))
     return summaries

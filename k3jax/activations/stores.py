@@ -9,6 +9,7 @@ operation waits for a message that only a later one needs. `row` is a store's co
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,11 @@ class DeviceStore:
     def __init__(self, slots: np.ndarray, writes: np.ndarray):
         self.num_slots = int(slots.max()) + 1
         self.columns = {"slot": slots, "write": np.where(writes, slots, -1)}
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Contents for which there is room on the device and in host memory."""
+        return self.num_slots, 0
 
     def empty(self, content: Tree) -> Tree:
         return empty(content, self.num_slots)
@@ -88,6 +94,11 @@ class ParkedStore:
             way: {pair: np.roll(column[:, 0], -1) for pair, column in self.columns[way].items()}
             for way in ("there", "back")
         }
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Contents for which there is room on the device and in host memory; one is a buffer for what moves."""
+        return self.num_slots + bool(self.pairs), 0
 
     def empty(self, content: Tree) -> Tree:
         return {"slots": empty(content, self.num_slots), "moving": content if self.pairs else None}
@@ -148,6 +159,11 @@ class HostStore:
         columns = {"write": hosting.write, "land": hosting.land, "fetch": hosting.fetch, "slot": hosting.slots}
         self.columns = columns | {"write_before": before}
 
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Contents for which there is room: a slot more in each memory, and a buffer for what goes to the host."""
+        return self.hosting.num_slots + 2, self.hosting.num_host_slots + 1
+
     def empty(self, content: Tree) -> Tree:
         on_host = jax.device_put(empty(content, self.hosting.num_host_slots + 1), jax.memory.Space.Host)
         return {"host": on_host, "device": empty(content, self.hosting.num_slots + 1), "made": content}
@@ -186,11 +202,20 @@ class Leaf(NamedTuple):
     def quantized(self) -> bool:
         return self.policy.quantized and quantize.quantizable(self.shape)
 
+    @property
+    def bytes(self) -> int:
+        """As stored."""
+        shape, dtype = self.shape.shape, self.shape.dtype
+        return quantize.nbytes(shape) if self.quantized else math.prod(shape) * dtype.itemsize
+
     def encode(self, x: jax.Array) -> Tree:
         return quantize.encode(x) if self.quantized else x
 
     def decode(self, stored: Tree) -> jax.Array:
-        return quantize.decode(*stored, self.shape.dtype) if self.quantized else stored
+        if not self.quantized:
+            return stored
+        bits, scales = stored
+        return quantize.decode(bits, scales, self.shape.dtype)
 
 
 class Stores:

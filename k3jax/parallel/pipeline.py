@@ -25,7 +25,7 @@ from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.stores import Stores, Traffic
 from k3jax.parallel.boxes import add_at, empty, post, take, vary
 from k3jax.parallel.gradient_sums import ShardedSums, WholeSums
-from k3jax.parallel.pullback import Pullback
+from k3jax.parallel.pullback import Args, Pullback
 from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, WEIGHT, Schedule
 from meshes import AXES
 
@@ -96,13 +96,12 @@ def run(
     weights = lambda v: {"chunk": take(params["chunks"], v), "dense": params["dense"]}
     extras = lambda v, m: vary(program.extras(v, m))
 
-    first = jnp.int32(0)
-    no_stream = zeros(jax.eval_shape(program.embed, params["embed"], first))
-    example = (weights(first), no_stream, extras(first, first))
+    example = example_of(program, params)
+    no_stream = example[1]
     no_counts = zeros(jax.eval_shape(lambda *args: program.chunk(*args)[1], *example))
     no_loss = vary(jnp.zeros(()), REPLICAS)
     split = WEIGHT in schedule.kinds
-    pullback = Pullback(program.chunk, example, separate_weights=split) if BACKWARD in schedule.kinds else None
+    pullback = pullback_of(schedule, program, example) if BACKWARD in schedule.kinds else None
     shapes = pullback.shapes if pullback else {}
     stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
     no_name = vary(jnp.int32(0))
@@ -226,6 +225,20 @@ def run(
     grads = carry["grads"] and carry["grads"] | {"chunks": sums.finish(carry["grads"]["chunks"], stage)}
     misplaced = lax.psum(carry["misplaced"], AXES)
     return Outcome(carry["loss"], carry["counts"], grads, misplaced, carry["traffic"])
+
+
+def example_of(program: Program, params: Tree) -> Args:
+    """What a chunk is called with, for its shapes and varying axes; params are this rank's."""
+    params, first = vary(params), jnp.int32(0)
+    shapes = jax.eval_shape(program.embed, params["embed"], first)
+    no_stream = vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+    weights = {"chunk": take(params["chunks"], first), "dense": params["dense"]}
+    return weights, no_stream, vary(program.extras(first, first))
+
+
+def pullback_of(schedule: Schedule, program: Program, example: Args) -> Pullback:
+    """The pullback whose leaves the schedule's stores hold."""
+    return Pullback(program.chunk, example, separate_weights=WEIGHT in schedule.kinds)
 
 
 def receive(schedule: Schedule, mail: Tree, sent: Tree, row: Tree, stage: jax.Array) -> Tree:

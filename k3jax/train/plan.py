@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -131,6 +132,16 @@ def in_bytes(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number} bytes"
+
+
+def bytes_of(text: str) -> int:
+    """Bytes from a number with a unit or without: 80GiB, 1.5 MB, 4096; ValueError for anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([kKMGT]i?)?(?:B|bytes)?\s*", text)
+    if not match:
+        raise ValueError(f"{text!r} is not a number of bytes: write 80GiB, 1.5MB or 4096")
+    number, unit = match.groups()
+    scale = (1024 if unit.endswith("i") else 1000) ** (1 + "KMGT".index(unit[0].upper())) if unit else 1
+    return int(float(number) * scale) if "." in number else int(number) * scale
 
 
 def table(rows: Rows) -> str:

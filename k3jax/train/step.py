@@ -8,6 +8,7 @@ M microbatches, B local sequences of a microbatch, T local tokens. For S, V, J, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +28,9 @@ from k3jax.model import Batch
 from k3jax.optim.groups import path_name
 from k3jax.parallel import boxes, pipeline
 from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
+from k3jax.parallel.pullback import HELD, STREAM
 from k3jax.parallel.routing import balanced_bias
-from k3jax.parallel.schedules import forward_only
+from k3jax.parallel.schedules import WEIGHT, forward_only
 from k3jax.sharding import owners_of, param_specs, reduce_gradients, scatter_gradients
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import compiler_options
@@ -94,7 +96,8 @@ class TrainStep:
         self.state_shardings = self._shardings(self.state_shapes)
         self.owners = owners_of(self.state_shapes.params, self.specs, dict(mesh.shape)) if config.zero else None
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
-        self.resolved.policy.check(self.activation_names)
+        held = {HELD} if WEIGHT in self.resolved.schedule.kinds else set()
+        self.resolved.policy.check(self.activation_names | {STREAM} | held)
 
     # ---- public -------------------------------------------------------------------------------------------------------
 
@@ -137,6 +140,23 @@ class TrainStep:
                                dtype=jnp.float32), params["embed"])  # fmt: skip
         run = functools.partial(lm.chunk, c.model, layout, axes=Axes())
         return tagged_names(run, weights, stream, only(balance["chunks"]), flags, batch)
+
+    def on_one_rank(self, function: Callable[[pipeline.Program, Any], Any]) -> Any:
+        """function(program, params) as one rank would run it, traced, also on an abstract mesh; nothing is compiled.
+
+        Its result must hold no arrays but their shapes.
+        """
+        found = []
+
+        def local(*operands):
+            found.append(function(*self._program(*operands)))
+            return jnp.zeros(())
+
+        c, state = self.config, self.state_shapes
+        tokens = jax.ShapeDtypeStruct((c.microbatches, c.global_batch // c.microbatches, c.seq_len), jnp.int32)
+        batch = Batch._make([tokens] * 3)
+        jax.eval_shape(self._sharded(local, P()), state.params, state.balance, self._flags(), batch)
+        return found[0]
 
     # ---- what is compiled ---------------------------------------------------------------------------------------------
 

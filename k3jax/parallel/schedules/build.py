@@ -13,7 +13,7 @@ from k3jax.parallel.schedules.placement import STAY, Placement, route, stage_of
 from k3jax.parallel.schedules.slots import Life, assign
 from k3jax.parallel.schedules.table import Schedule
 
-Operation = tuple[int, int, int]
+Operation = tuple[int, ...]
 """(kind, chunk, microbatch)."""
 
 

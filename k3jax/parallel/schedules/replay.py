@@ -29,7 +29,8 @@ def replay(schedule: Schedule) -> None:
             try:
                 for way in (UP, DOWN, STAY):
                     rank.receive(arrived.get((stage, way)), int(schedule.arrivals[tick, stage, way]))
-                for way, message in rank.run(*schedule.table[tick, stage].tolist(), int(schedule.mail[tick, stage])):
+                kind, chunk, m, slot = schedule.table[tick, stage].tolist()
+                for way, message in rank.run(kind, chunk, m, slot, int(schedule.mail[tick, stage])):
                     sent[destination(stage, way, stages), way] = message
             except ValueError as wrong:
                 raise ValueError(f"{schedule.name} is not valid at tick {tick}, stage {stage}: {wrong}") from None

@@ -80,7 +80,7 @@ class Schedule:
     @property
     def moves(self) -> Bool[np.ndarray, "ticks 3"]:
         """Whether any message arrives by a route, in each tick."""
-        return (self.arrivals >= 0).any(axis=1)
+        return np.any(self.arrivals >= 0, axis=1)
 
     @property
     def embed_forward(self) -> Int32[np.ndarray, " ticks"]:
@@ -107,7 +107,7 @@ class Schedule:
             yield tick, stage, *self.table[tick, stage].tolist()
 
     @functools.cached_property
-    def ticks(self) -> dict[tuple[int, int, int], int]:
+    def ticks(self) -> dict[tuple[int, ...], int]:
         """When each (kind, chunk, microbatch) runs."""
         return {(kind, chunk, m): tick for tick, _, kind, chunk, m, _ in self.operations()}
 

@@ -1,0 +1,1 @@
+"""Plans before a run: what is stored, what a schedule costs, where memory goes. No devices are needed."""

@@ -1,0 +1,29 @@
+"""Tables on stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
+    """A table that fits the terminal; elsewhere plain columns. Columns named in `numbers` are aligned to the right."""
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in header:
+            table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
+        for cells in rows:
+            table.add_row(*cells)
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for cells in (header, *rows):
+        aligned = (
+            cell.rjust(width) if name in numbers else cell.ljust(width)
+            for name, cell, width in zip(header, cells, widths, strict=True)
+        )
+        print("  ".join(aligned).rstrip())

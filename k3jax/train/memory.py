@@ -1,0 +1,92 @@
+"""Where a rank's device memory goes over the ticks of a step, predicted from shapes and the schedule's table.
+
+What the executor allocates does not change from tick to tick: stores and mailbox are slots that are there for the whole
+loop. `Part.alive` says how much of it is in use. Workspace of the operations themselves (what XLA needs between the
+values named here) is not predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int64
+
+from k3jax.activations.residency import by_tick, reserved, resident
+from k3jax.parallel import pipeline
+from k3jax.parallel.schedules import Schedule
+from k3jax.train.plan import bytes_per_rank
+from k3jax.train.step import TrainStep
+from k3jax.train.stored import StoredLeaf, of_program
+
+
+class Part(NamedTuple):
+    """Bytes on a rank's device for one purpose."""
+
+    name: str
+    reserved: int
+    """Allocated, the same on all ranks and at all ticks."""
+    alive: Int64[np.ndarray, "ticks stages"]
+    """In use."""
+
+
+def memory(step: TrainStep) -> list[Part]:
+    """Parameters, optimizer state, the compute dtype's copy, gradients, mailbox, and stores by policy; traced, not compiled."""
+    schedule, shardings = step.resolved.schedule, step.state_shardings
+    of = lambda name: bytes_per_rank(getattr(step.state_shapes, name), getattr(shardings, name))
+
+    def trace(program: pipeline.Program, params: Any):
+        example = pipeline.example_of(program, params)
+        return nbytes(params), nbytes(example[1]), of_program(step, program, example)
+
+    cast, message, leaves = step.on_one_rank(trace)
+    gradients = bytes_per_rank(step.state_shapes.params, shardings.params)
+    copied = 0 if cast == of("params") else cast
+    constant = [
+        ("parameters", of("params")),
+        ("optimizer state", of("opt_state") + of("balance")),
+        (f"parameters in {step.config.dtype}", copied),
+        ("gradients", gradients),
+    ]
+    parts = [Part(name, size, np.full(schedule.mail.shape, size)) for name, size in constant if size]
+    slots = schedule.num_mail_slots + 2  # one takes what nobody waits for, and one is on its way
+    parts.append(Part("mailbox", slots * message, message * mail_in_use(schedule)))
+    return parts + stores(schedule, leaves)
+
+
+def stores(schedule: Schedule, leaves: list[StoredLeaf]) -> list[Part]:
+    """A part for each policy; and in the operations' hands, beside the slots, one content to store and one that is read."""
+    parts: dict[str, Part] = {}
+    for leaf in leaves:
+        where = (schedule, *leaf.span, leaf.policy.storage)
+        name = f"stores: {leaf.policy}"
+        before = parts.get(name, Part(name, 0, np.zeros(schedule.mail.shape, np.int64)))
+        slots, alive = leaf.bytes * reserved(*where).device, leaf.bytes * by_tick(resident(*where).device)
+        parts[name] = Part(name, before.reserved + slots, before.alive + alive)
+    # A branch returns what is encoded, and reads what it then decodes: so XLA's buffer assignment has it.
+    in_hand = sum(leaf.bytes + nbytes(leaf.shape) for leaf in leaves)
+    busy = np.where(schedule.table[:, :, 0] > 0, in_hand, 0).astype(np.int64)
+    return [*parts.values(), Part("stores: in hand", in_hand, busy)]
+
+
+def mail_in_use(schedule: Schedule) -> Int64[np.ndarray, "ticks stages"]:
+    """Messages that wait on each rank, from their arrival to the operation that reads them."""
+    waiting = np.zeros((schedule.num_ticks + 1, schedule.stages), np.int64)
+    arrived: dict[tuple[int, int], int] = {}
+    for tick in range(schedule.num_ticks):
+        for stage in range(schedule.stages):
+            for slot in schedule.arrivals[tick, stage]:
+                arrived |= {(stage, int(slot)): tick} if slot >= 0 else {}
+            slot = int(schedule.mail[tick, stage])
+            if slot >= 0:
+                waiting[arrived.pop((stage, slot), tick), stage] += 1
+                waiting[tick + 1, stage] -= 1
+    return waiting.cumsum(axis=0)[:-1]
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all leaves, of arrays or of what stands for them."""
+    return sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from k3jax import model
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Placement
-from meshes import AXES
+from k3jax.parallel.owners import Owners, replica_axes
 
 
 def param_specs(config: ModelConfig) -> dict[str, Any]:
@@ -42,18 +42,27 @@ def param_specs(config: ModelConfig) -> dict[str, Any]:
     return specs
 
 
-def sharded_axes(spec: P) -> set[str]:
-    """Mesh axes that a spec names."""
-    return {axis for dim in spec if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim)}
-
-
 def reduce_gradients(grads: Any, specs: Any) -> Any:
     """Whole gradients from each rank's contributions: a sum over exactly the axes that the parameter is not sharded over.
 
     Before: every rank holds the gradient of its own tokens' losses. After: equal on all replicas. One all-reduce a leaf.
     """
-    axes = lambda spec: tuple(axis for axis in AXES if axis not in sharded_axes(spec))
-    return jax.tree.map(lambda g, spec: lax.psum(g, axes(spec)), grads, specs)
+    return jax.tree.map(lambda g, spec: lax.psum(g, replica_axes(spec)), grads, specs)
+
+
+def owners_of(shapes: dict[str, Any], specs: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """Who owns which elements of every gradient, a tree like the parameters; stacks keep dims of stage and chunk."""
+    owners = lambda part: lambda a, spec: Owners(spec, a.shape, sizes, kept=2 if part == "chunks" else 0)
+    return {part: jax.tree.map(owners(part), tree, specs[part]) for part, tree in shapes.items()}
+
+
+def scatter_gradients(grads: dict[str, Any], owners: dict[str, Any]) -> dict[str, Any]:
+    """Each owner's elements from each rank's contributions; those of chunks are reduced and scattered already.
+
+    Before: as in `reduce_gradients`. After: every element of the sum on one replica. One reduce-scatter a leaf.
+    """
+    own = lambda part: lambda g, o: o.placed(g) if part == "chunks" else o.scatter(g)
+    return {part: jax.tree.map(own(part), tree, owners[part]) for part, tree in grads.items()}
 
 
 def check_divisible(config: ModelConfig, sizes: dict[str, int]) -> None:

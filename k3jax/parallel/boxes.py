@@ -52,10 +52,11 @@ def post(box: Tree, content: Tree, slot: jax.Array) -> Tree:
     return replace(box, content, jnp.where(slot >= 0, slot, size - 1))
 
 
-def add_at(total: Tree, index: jax.Array, part: Tree) -> Tree:
-    """The total with a part added at one index of the leading dim, in place."""
+def add_at(total: Tree, index: jax.Array, part: Tree, fresh: jax.Array | None = None) -> Tree:
+    """The total with a part added at one index of the leading dim, in place; if `fresh`, the part replaces what is there."""
+    before = lambda a: a if fresh is None else jnp.where(fresh, 0, a)
     if all(
         a.shape[0] == 1 for a in jax.tree.leaves(total)
     ):  # XLA drops the update of a whole array, and then copies it
-        return jax.tree.map(lambda a, d: a + d.astype(a.dtype)[None], total, part)
-    return replace(total, jax.tree.map(lambda a, d: a + d.astype(a.dtype), take(total, index), part), index)
+        return jax.tree.map(lambda a, d: before(a) + d.astype(a.dtype)[None], total, part)
+    return replace(total, jax.tree.map(lambda a, d: before(a) + d.astype(a.dtype), take(total, index), part), index)

@@ -24,6 +24,7 @@ from jax import lax
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.stores import Stores, Traffic
 from k3jax.parallel.boxes import add_at, empty, post, take, vary
+from k3jax.parallel.gradient_sums import ShardedSums, WholeSums
 from k3jax.parallel.pullback import Args, Pullback
 from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, WEIGHT, Schedule
 from meshes import AXES
@@ -55,7 +56,7 @@ class Outcome(NamedTuple):
     counts: Tree
     """Counts of the rank's own chunks, [V, ...]."""
     grads: Tree
-    """float32 gradients like params; None from a forward-only table."""
+    """float32 gradients like params, those of chunks as `run` is told; None from a forward-only table."""
     misplaced: jax.Array
     """How often an operation found, in its slot, something of another (chunk, microbatch). Anything but 0 is a wrong table."""
     traffic: Traffic
@@ -75,12 +76,19 @@ class Made(NamedTuple):
 
 
 def run(
-    schedule: Schedule, program: Program, params: Tree, cotangent: jax.Array, policy: ActivationPolicy = KEEP_ALL
+    schedule: Schedule,
+    program: Program,
+    params: Tree,
+    cotangent: jax.Array,
+    policy: ActivationPolicy = KEEP_ALL,
+    replicas: Tree | None = None,
 ) -> Outcome:
     """Runs the table over params = {"embed", "chunks": [V, ...], "dense", "head"} of this rank.
 
     cotangent: of each token's loss (1 / number of targets). policy: where named activations wait for backward. Gradients are
-    this rank's own contributions: reduce them over the axes on which a parameter is replicated.
+    this rank's own contributions: reduce them over the axes on which a parameter is replicated. replicas: these axes for
+    each leaf of the chunks; given, the gradients of chunks are reduced already, in shards ([V, elements of one owner],
+    see `ShardedSums`).
     """
     stages, stage = schedule.stages, lax.axis_index("pipe")
     params = vary(params)
@@ -97,6 +105,7 @@ def run(
     shapes = pullback.shapes if pullback else {}
     stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
     no_name = vary(jnp.int32(0))
+    sums = ShardedSums(schedule, replicas) if replicas and pullback else WholeSums()
     contents = stores.encode(zeros(shapes), no_name)
     no_weights = zeros(example[0]) if pullback else None
     carry = dict(
@@ -107,7 +116,7 @@ def run(
         traffic=vary(Traffic(*[jnp.float32(0)] * 3)),
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
         loss=no_loss,
-        grads=zeros(params, jnp.float32) if pullback else None,
+        grads=zeros(params, jnp.float32) | {"chunks": sums.empty(params["chunks"])} if pullback else None,
     )
 
     def idle(v, m, name, read, boxes, row):
@@ -204,17 +213,18 @@ def run(
             loss=carry["loss"] + loss,
             grads={
                 "embed": jax.tree.map(jnp.add, grads["embed"], d_embed),
-                "chunks": add_at(grads["chunks"], v, d_weights["chunk"]),
+                "chunks": sums.add(grads["chunks"], row["sums"], stage, v, d_weights["chunk"]),
                 "dense": jax.tree.map(jnp.add, grads["dense"], d_weights["dense"]),
                 "head": jax.tree.map(jnp.add, grads["head"], d_head),
             },
         ), None
 
     names = ("table", "mail", "arrivals", "moves", "embed_forward", "head", "embed_backward")
-    columns = {name: getattr(schedule, name) for name in names} | {"stores": stores.columns}
+    columns = {name: getattr(schedule, name) for name in names} | {"stores": stores.columns, "sums": sums.columns}
     carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
+    grads = carry["grads"] and carry["grads"] | {"chunks": sums.finish(carry["grads"]["chunks"], stage)}
     misplaced = lax.psum(carry["misplaced"], AXES)
-    return Outcome(carry["loss"], carry["counts"], carry["grads"], misplaced, carry["traffic"])
+    return Outcome(carry["loss"], carry["counts"], grads, misplaced, carry["traffic"])
 
 
 def example_of(program: Program, params: Tree) -> Args:

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 
+from k3jax.parallel.zero import BUFFERS, bytes_per_parameter
 from k3jax.parameters import count, count_by_group
+from k3jax.train.config import StepConfig
 from k3jax.train.step import TrainStep
 
 Rows = list[tuple[str, str]]
@@ -18,7 +20,7 @@ Rows = list[tuple[str, str]]
 
 def plan(step: TrainStep) -> Rows:
     """Pairs of a property and its value; the step may be on an abstract mesh."""
-    return [*_ranks(step), *_schedule(step), *_parameters(step)]
+    return [*_ranks(step), *_schedule(step), *_parameters(step), *_gradients(step)]
 
 
 def _ranks(step: TrainStep) -> Rows:
@@ -67,6 +69,40 @@ def _parameters(step: TrainStep) -> Rows:
         ("parameter groups", ", ".join(f"{number:,} on {label}" for label, number in groups.items())),
         ("bytes per rank", f"{in_bytes(weights)} of parameters, {in_bytes(state)} with the optimizer state"),
     ]
+
+
+def _gradients(step: TrainStep) -> Rows:
+    config, sizes = step.config, step.resolved.mesh.sizes
+    whole = bytes_per_rank(step.state_shapes.params, step.state_shardings.params)
+    if not step.owners:
+        said = f"{in_bytes(whole)} on every replica"
+    else:
+        elements = sum(o.owned for o in jax.tree.leaves(step.owners["chunks"]))
+        padded = sum(o.owned * o.replicas for o in jax.tree.leaves(step.owners["chunks"]))
+        buffers = min(BUFFERS, config.virtual)
+        shards = in_bytes(4 * config.virtual * elements)
+        said = f"{in_bytes(4 * buffers * padded)} in {buffers} chunk buffers, {shards} of shards in host memory"
+        said += f"; then whole for the optimizer, {in_bytes(whole)}"
+    dense, experts = (
+        math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context"))
+    )
+    return [
+        ("gradients", said),
+        ("bytes per parameter", f"{_each(config, dense)}; experts {_each(config, experts)}"),
+    ]
+
+
+def _each(config: StepConfig, replicas: int) -> str:
+    """Bytes per parameter of a chunk. Optimizer states are not sharded over replicas yet, whatever zero is."""
+    numbers = dict(
+        virtual=config.virtual,
+        weight=0 if config.dtype == "float32" else 2,  # the master weight is also what is computed with
+        moments={"muon": 4, "adamw": 8}[config.optimizer],
+    )
+    gradient = bytes_per_parameter(config.zero, replicas, **numbers)
+    held = gradient._replace(optimizer=bytes_per_parameter(0, replicas, **numbers).optimizer)
+    on_host = f" and {held.host:.3g} in host memory" if held.host else ""
+    return f"{held.device:.3g} on the device{on_host} with {replicas} replicas"
 
 
 def bytes_per_rank(shapes: Any, shardings: Any) -> int:

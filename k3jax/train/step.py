@@ -31,7 +31,7 @@ from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
 from k3jax.parallel.pullback import HELD, STREAM
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import WEIGHT, forward_only
-from k3jax.sharding import param_specs, reduce_gradients
+from k3jax.sharding import owners_of, param_specs, reduce_gradients, scatter_gradients
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import compiler_options
 from meshes import AXES, MeshSpec
@@ -94,6 +94,7 @@ class TrainStep:
         self.optimizer = make_optimizer(config, self.learning_rate)
         self.state_shapes = jax.eval_shape(self._init)
         self.state_shardings = self._shardings(self.state_shapes)
+        self.owners = owners_of(self.state_shapes.params, self.specs, dict(mesh.shape)) if config.zero else None
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
         held = {HELD} if WEIGHT in self.resolved.schedule.kinds else set()
         self.resolved.policy.check(self.activation_names | {STREAM} | held)
@@ -201,9 +202,14 @@ class TrainStep:
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        specs = Gradients._make([P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P(), P()])
+        owners = self.owners
+        grad_specs = jax.tree.map(lambda o: o.out_spec, owners) if owners else self.specs
+        specs = Gradients._make([P(), grad_specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
-        return self._sharded(local, specs)(params, balance, self._flags(), batch)
+        out = self._sharded(local, specs)(params, balance, self._flags(), batch)
+        if not owners:
+            return out
+        return out._replace(grads=jax.tree.map(lambda g, o: o.whole(g, self.mesh), out.grads, owners))
 
     def _evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         forward = forward_only(self.resolved.schedule)
@@ -228,15 +234,17 @@ class TrainStep:
     def _local_gradients(self, params, balance, flags, batch: Batch, *, schedule) -> Gradients:
         total = lax.psum((batch.targets >= 0).sum(), pipeline.REPLICAS)
         cotangent = 1.0 / jnp.maximum(total, 1)
+        owners = self.owners
+        replicas = jax.tree.map(lambda o: o.axes, owners["chunks"]) if owners else None
         program, params = self._program(params, balance, flags, batch)
-        outcome = pipeline.run(schedule, program, params, cotangent, self.resolved.policy)
+        outcome = pipeline.run(schedule, program, params, cotangent, self.resolved.policy, replicas)
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
         stats = outcome.counts
         loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
-            reduce_gradients(grads, self.specs),
+            scatter_gradients(grads, owners) if owners else reduce_gradients(grads, self.specs),
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             tokens,
             load_metrics(loads),

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from compiled import loop_copies
 
 from k3jax.model import Batch
 from k3jax.parallel.layout import StackLayout
@@ -78,24 +78,6 @@ def test_balancing_moves_once_a_step_also_under_recomputation_and_never_in_evalu
     jax.tree.map(np.testing.assert_array_equal, after["*=keep"], after["*=recompute"])
     biases = np.concatenate([b.reshape(-1, 4) for b in jax.tree.leaves(after["*=keep"])])
     assert np.abs(biases.mean(-1)).max() < 1e-6 and np.abs(biases).max() > 1e-3
-
-
-def loop_copies(hlo: str) -> list[tuple[int, ...]]:
-    """Shapes of the copies in bodies of while loops, and in what those call: branches, inner loops."""
-    called, copies, inside, computation = set(re.findall(r"body=%?([\w.\-]+)", hlo)), {}, {}, ""
-    for line in hlo.splitlines():
-        if opened := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            computation = opened.group(1)
-        if copied := re.search(r"= \w+\[([\d,]*)\]\S* copy\(", line):
-            shape = tuple(int(n) for n in copied.group(1).split(",") if n)
-            copies.setdefault(computation, []).append(shape)
-        for names in re.findall(
-            r"(?:branch_computations|true_computation|false_computation|to_apply)=\{?([^,}]*(?:, %[^,}]*)*)", line
-        ):
-            inside.setdefault(computation, set()).update(re.findall(r"%?([\w.\-]+)", names))
-    while new := set().union(*(inside.get(name, set()) for name in called)) - called:
-        called |= new
-    return [shape for name in called for shape in copies.get(name, [])]
 
 
 def test_a_store_updated_inside_a_branch_would_be_noticed():

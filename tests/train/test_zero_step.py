@@ -1,0 +1,91 @@
+"""Sharded gradients are the step's gradients: per parameter, whatever is sharded and in whatever schedule."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from k3jax.configs import get
+from k3jax.parallel.zero import bytes_per_parameter
+from k3jax.train.config import StepConfig
+from k3jax.train.devices import abstract_mesh
+from k3jax.train.step import TrainStep
+from meshes import MeshSpec
+
+MODEL = dataclasses.replace(tiny.MODEL, attn_res_block=None, num_experts=4)  # with a layer of dense FFN
+STEP = dataclasses.replace(tiny.STEP, model=MODEL, seq_len=16, global_batch=16, microbatches=4)
+
+
+@functools.cache
+def gradients(mesh: str, schedule: str, virtual: int, zero: int):
+    """One group of layers a chunk; every microbatch has something to learn from."""
+    model = dataclasses.replace(MODEL, num_layers=4 * virtual)
+    step = tiny.train_step(mesh, STEP, model=model, schedule=schedule, virtual=virtual, zero=zero)
+    state = step.init()
+    return step.gradients(state.params, state.balance, step.place(tiny.batch(step.config))).grads
+
+
+def check_equal(mesh: str, schedule: str, virtual: int):
+    want, got = (gradients(mesh, schedule, virtual, zero) for zero in (0, 2))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True)
+    for (path, right), grad in pairs:
+        assert grad.shape == right.shape and grad.sharding.is_equivalent_to(right.sharding, right.ndim), path
+        right = np.asarray(right)
+        # float32 sums in another order, replicas before rounds of microbatches: 1e-7 seen
+        assert np.linalg.norm(np.asarray(grad) - right) <= 1e-6 * np.linalg.norm(right), path
+
+
+def test_gradients_are_the_same_however_they_are_summed():
+    check_equal("data=2,pipe=2,expert=2", "interleaved_1f1b", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "virtual"),
+    [
+        ("data=2,pipe=2,context=2", "1f1b", 1),
+        ("data=2,pipe=2,expert=2", "zb1p", 1),
+        ("data=2,pipe=2,expert=2", "interleaved_1f1b", 2),
+        ("data=2,pipe=2,context=2", "interleaved_1f1b", 3),
+        ("data=2,pipe=2,context=2", "zbv", 2),
+        ("data=2,pipe=2,expert=2", "gpipe", 3),
+    ],
+)
+def test_gradients_are_the_same_in_every_schedule(mesh, schedule, virtual):
+    check_equal(mesh, schedule, virtual)
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same():
+    """Norm, clipping and optimizer see the same whole gradients."""
+    seen = {}
+    for zero in (0, 2):
+        step = tiny.train_step("data=4,pipe=2", STEP, zero=zero)
+        state, losses = step.init(), []
+        for seed in range(3):
+            state, metrics = step.step(state, step.place(tiny.batch(step.config, seed=seed)))
+            losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
+        seen[zero] = losses
+    np.testing.assert_allclose(seen[2], seen[0], rtol=2e-5)  # as of steps on different meshes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_bytes_per_parameter_are_those_of_the_owners(replicas):
+    """Gradients of the model's chunks: padding of leaves that do not divide stays within 5 %."""
+    config = StepConfig(model=dataclasses.replace(get("nano"), num_layers=12), virtual=3, zero=2)
+    step = TrainStep(config, abstract_mesh(MeshSpec.parse(f"data={replicas},pipe=2")))
+    said = bytes_per_parameter(2, replicas, virtual=3)
+    owners = jax.tree.leaves(step.owners["chunks"])
+    parameters = 3 * sum(o.elements for o in owners)
+    assert 4 * 3 * sum(o.owned for o in owners) / parameters == pytest.approx(said.host, rel=0.05)
+    assert 4 * 2 * sum(o.owned * o.replicas for o in owners) / parameters == pytest.approx(said.gradient, rel=0.05)
+
+
+@pytest.mark.quick
+def test_values_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"zero=1: must be 0 \(nothing sharded over replicas\) or 2"):
+        StepConfig(zero=1)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from k3jax.activations.history import scan_history
 from k3jax.compat import vary_like
 from k3jax.configs import KDA as KDA_KIND
 from k3jax.configs import ModelConfig
@@ -247,16 +248,25 @@ def chunk(
 
     weights: {"chunk": {p: [J, ...]}, "dense": [n, ...]}. bias: {p: [J, E]}. flags: the chunk's tables, [J, P] each.
     checkpoint: wraps one group of layers, the unit of recomputation; groups are scanned, so that the program does not
-    grow with depth.
+    grow with depth. Backward is given the blocks as they are in the end, so that a group stores its prefix alone: later
+    blocks mean nothing to a mix, which is told how many exist.
     """
-    tokens = Tokens(batch.segment_ids, batch.tokens, axes)
     wrapped = checkpoint(functools.partial(run_group, config, layout))
 
-    def group(stream, inputs):
-        stream = jax.tree.map(lambda a: checkpoint_name(a, "group.in"), stream)
-        return wrapped(stream, *inputs, weights["dense"], tokens)
+    def group(prefix, blocks, weights, inputs, dense, tokens):
+        stream = Stream(checkpoint_name(prefix, "group.in"), blocks)
+        (prefix, blocks), stats = wrapped(stream, weights, *inputs, dense, Tokens(*tokens, axes))
+        return prefix, blocks, stats
 
-    return lax.scan(group, stream, (weights["chunk"], bias, flags))
+    prefix, blocks, stats = scan_history(
+        group,
+        *stream,
+        weights=weights["chunk"],
+        inputs=(bias, flags),
+        shared_weights=weights["dense"],
+        shared_inputs=(batch.segment_ids, batch.tokens),
+    )
+    return Stream(prefix, blocks), stats
 
 
 def run_group(

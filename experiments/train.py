@@ -63,7 +63,7 @@ def train(options: Options) -> None:
     """Print configuration and plan, train, and print where everything is."""
     from experiments.progress import TrainingProgress
     from k3jax.train.compilation_cache import use_compilation_cache
-    from k3jax.train.run import NonFiniteError, Run
+    from k3jax.train.run import Run, StepFailedError
     from k3jax.train.signals import stop_on_signals
 
     use_compilation_cache()
@@ -73,7 +73,7 @@ def train(options: Options) -> None:
     show_start(run)
     if options.dry_run or run.finished:
         return
-    with stop_on_signals(run.stop), failed(NonFiniteError, OSError):
+    with stop_on_signals(run.stop), failed(StepFailedError, OSError):
         with refused():
             run.load()
         print(f"workdir {run.workdir}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 from jax import lax
@@ -11,7 +12,12 @@ from jax.extend import core
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Mesh axes over which x differs between devices, inside shard_map; empty outside."""
-    return jax.typeof(x).mat.varying
+    return axes_of_type(jax.typeof(x))
+
+
+def axes_of_type(aval: Any) -> frozenset[str]:
+    """Mesh axes over which a value of this abstract type differs between devices."""
+    return aval.mat.varying
 
 
 def vary_like(x: jax.Array, *refs: jax.Array) -> jax.Array:

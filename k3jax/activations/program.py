@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from k3jax.compat import scan_arity
+from k3jax.compat import axes_of_type, scan_arity
 
 CALLS = frozenset(
     "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
@@ -36,9 +38,8 @@ class Value:
     type: Type
 
 
-def value_like(var: core.Var) -> Value:
-    aval = var.aval
-    return Value(Type(aval.shape, aval.dtype, aval.mat.varying))
+def value_like(var: Any) -> Value:
+    return Value(Type(var.aval.shape, var.aval.dtype, axes_of_type(var.aval)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,15 +49,18 @@ class Known:
     value: Any
 
 
+Atom = Value | Known
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """An equation whose calls are inlined; `inner`: bodies that can be cut."""
 
     name: str
     run: Callable[..., Sequence[Any]]
-    operands: list[Value | Known]
+    operands: Sequence[Atom]
     results: list[Value]
-    eqn: core.JaxprEqn | None = None
+    eqn: Any = None
     inner: tuple[Program, ...] = ()
     effects: bool = False
 
@@ -64,7 +68,7 @@ class Step:
 class Program(NamedTuple):
     inputs: list[Value]
     steps: list[Step]
-    outputs: list[Value | Known]
+    outputs: Sequence[Atom]
 
     def __call__(self, *values):
         env = dict(zip(self.inputs, values, strict=True))
@@ -78,9 +82,9 @@ def read(jaxpr: core.Jaxpr, consts: Iterable[Any] = ()) -> Program:
     """The program with its calls inlined, every value made once."""
     steps: list[Step] = []
 
-    def inline(jaxpr, consts, inputs):
-        env = dict(zip(jaxpr.constvars, map(Known, consts), strict=True))
-        env |= dict(zip(jaxpr.invars, inputs, strict=True))
+    def inline(jaxpr, consts, inputs) -> list[Atom]:
+        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(Known, consts), strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
         get = lambda atom: Known(atom.val) if isinstance(atom, core.Literal) else env[atom]
         for eqn in jaxpr.eqns:
             operands = list(map(get, eqn.invars))
@@ -101,34 +105,35 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
-def as_step(eqn: core.JaxprEqn, operands: list, results: list[Value]) -> Step:
+def as_step(eqn: core.JaxprEqn, operands: Sequence[Atom], results: list[Value]) -> Step:
     name = eqn.primitive.name
-    # That a value is known per mesh axis is no effect in this sense: nothing is in order.
+    # That an equation names a mesh axis is listed as an effect, and orders nothing.
     effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
     inner = {"scan": [eqn.params.get("jaxpr")], "cond": eqn.params.get("branches")}.get(name, ())
     bodies = () if effects else tuple(read(body.jaxpr, body.consts) for body in inner)
-
-    def run(*values):
-        with eqn.ctx.manager:
-            made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-        return made if eqn.primitive.multiple_results else [made]
-
-    return Step(name, run, operands, results, eqn, bodies, effects)
+    return Step(name, functools.partial(bind, eqn), operands, results, eqn, bodies, effects)
 
 
-def demand(program: Program, wanted: Iterable[bool]) -> set[Value | Known]:
+def bind(eqn: core.JaxprEqn, *values: Any) -> Sequence[Any]:
+    """Results of one equation."""
+    with eqn.ctx.manager:
+        made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return made if eqn.primitive.multiple_results else [made]
+
+
+def demand(program: Program, wanted: Iterable[bool]) -> set[Atom]:
     """All values that the wanted outputs, and effects, are made of."""
     need = {v for v, w in zip(program.outputs, wanted, strict=True) if w}
     for step in reversed(program.steps):
         mask = [r in need for r in step.results]
         if step.effects or any(mask):
-            need.update(v for v, n in zip(step.operands, operands_needed(step, mask), strict=True) if n)
+            whole = all(mask) or not step.inner
+            need.update(step.operands if whole else itertools.compress(step.operands, operands_needed(step, mask)))
     return need
 
 
 def operands_needed(step: Step, mask: list[bool]) -> list[bool]:
-    if all(mask) or not step.inner:
-        return [True] * len(step.operands)
+    """Which operands of a loop or of branches some of its results are made of."""
     if step.name == "cond":
         needs = [demand(branch, mask) for branch in step.inner]
         of_branch = zip(*(branch.inputs for branch in step.inner), strict=True)

@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend import core
 
 from k3jax.activations.min_cut import sink_side
-from k3jax.activations.program import Known, Program, Step, Type, Value, demand, read, with_carries
+from k3jax.activations.program import Atom, Known, Program, Step, Type, Value, demand, read, with_carries
 from k3jax.compat import scan_arity, vary
 
 CHEAP = frozenset(
@@ -165,10 +165,10 @@ class Cut:
                     self.have.update(dict.fromkeys(piece.results, Have.FREE if derived else have))
         return first, second
 
-    def _of(self, atom: Value | Known) -> Have:
+    def _of(self, atom: Atom) -> Have:
         return Have.FREE if isinstance(atom, Known) else self.have.get(atom, Have.LATE)
 
-    def _source(self, atom: Value | Known) -> Source:
+    def _source(self, atom: Atom) -> Source:
         """What a body knows of an operand: what B made outside can be read in W, and crosses there."""
         have = self._of(atom)
         have = Have.HELD if have is Have.MADE else have
@@ -180,10 +180,12 @@ class Cut:
     def _choose(self, first: list[Step], second: list[Step], late_outputs: list) -> tuple[list[Value], list[Step]]:
         """The values held from B to W for the least price, and W's steps that could as well run in B.
 
-        In the graph a value is an edge from being made to being there for W; a path from the source is a need of B's time.
+        A value is an edge from being made to being there for W, and is held if the cut takes it. What only B can make hangs
+        on the source, what W cannot do without leads to the sink; other edges are the prices of making a cheap value again
+        in W, or earlier in B.
         """
         made, there, edges = (lambda v: (v, 0)), (lambda v: (v, 1)), []
-        ready: dict[Value, None] = {}
+        ready: dict[Value, None] = {}  # what B has or could have, in order
         movable, moved = [], set()
 
         def value(v: Value, operands: Iterable | None):
@@ -205,9 +207,9 @@ class Cut:
                 if again:
                     edges.append(("B", made(v), RUN * self._bytes(v)))
         inputs = set(self.program.inputs)
-        known = lambda o: isinstance(o, Known) or o in ready or (o in inputs and self.have[o] is Have.FREE)
+        at_hand = lambda o: isinstance(o, Known) or o in ready or (o in inputs and self.have[o] is Have.FREE)
         for step in second:
-            if self.refine and (step.name in CHEAP or is_vector_product(step)) and all(map(known, step.operands)):
+            if self.refine and (step.name in CHEAP or is_vector_product(step)) and all(map(at_hand, step.operands)):
                 for v in step.results:
                     value(v, step.operands)
                     edges.append((made(v), "W", RUN * self._bytes(v)))
@@ -224,7 +226,7 @@ class Cut:
 
 def is_vector_product(step: Step) -> bool:
     """Whether one factor is a vector: the product costs as much as a sum over the other one."""
-    if step.name != "dot_general" or step.eqn is None:
+    if step.name != "dot_general":
         return False
     contracted, batch = step.eqn.params["dimension_numbers"]
     return any(len(v.aval.shape) == len(c) + len(b) for v, c, b in zip(step.eqn.invars, contracted, batch, strict=True))
@@ -235,7 +237,6 @@ def is_vector_product(step: Step) -> bool:
 
 def divide_loop(step: Step, mask, rest, sources, refine, times) -> Pieces:
     """Two loops in the same direction; what crosses is stacked by the first and scanned by the second."""
-    assert step.eqn is not None
     (consts, carries), body = scan_arity(step.eqn), step.inner[0]
     how = {name: step.eqn.params[name] for name in ("length", "reverse", "unroll")}
     times, stack = times * how["length"], lambda t: t._replace(shape=(how["length"], *t.shape))

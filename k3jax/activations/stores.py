@@ -1,9 +1,9 @@
 """Where a rank puts what its operations keep for later ones: on its device, in its host's memory, with another rank.
 
-A store holds the leaves of one span (made by one kind of operation, read last by another) under one storage. `row` is what
-its columns say of this tick, `stage` this rank's. Columns say for every tick and stage which slots an operation writes and reads, and what moves beside it; they are made from the schedule
-alone. Within a tick: `send` reads what leaves, the operation `take`s, `put` writes what was made and what arrived. So no
-operation waits for a message that only a later one needs.
+A store holds the leaves of one span (made by one kind of operation, read last by another) under one storage. Its columns say
+for every tick and stage which slots an operation writes and reads, and what moves beside it; they are made from the schedule
+alone. Within a tick `send` reads what leaves, the operation `take`s, and `put` writes what was made and what arrived: no
+operation waits for a message that only a later one needs. `row` is a store's columns in this tick, `stage` this rank's.
 """
 
 from __future__ import annotations

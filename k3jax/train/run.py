@@ -31,8 +31,16 @@ from k3jax.train.step import TrainStep
 Metrics = dict[str, Any]
 
 
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient norm is not finite; says the step and the parameters. Nothing was saved since."""
+class StepFailedError(Exception):
+    """A step after which the run cannot go on. Nothing was saved since."""
+
+
+class NonFiniteError(StepFailedError, ArithmeticError):
+    """A loss or gradient norm is not finite; says the step and the parameters."""
+
+
+class MisplacedError(StepFailedError):
+    """Operations of the pipeline found something of another microbatch in their slots: a table or a store is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +71,7 @@ def run(config: RunConfig, *, on_step: Callable[[Metrics], None] | None = None) 
     """Check, load, compile and train; on_step is called with the metrics of every step.
 
     SIGTERM and SIGINT end it after the current step and a last checkpoint. Raises ValueError, before anything is
-    written, if the configuration cannot work; OSError if something cannot be read or written; NonFiniteError.
+    written, if the configuration cannot work; OSError if something cannot be read or written; StepFailedError.
     """
     job = Run(config)
     with stop_on_signals(job.stop):
@@ -211,7 +219,7 @@ class Run:
             self._saved = step
 
     def _record(self, step: InFlight, *, evaluate: bool = False) -> None:
-        """Wait for a step and log it. NonFiniteError if it shall end the run."""
+        """Wait for a step and log it. StepFailedError if it shall end the run."""
         values = jax.device_get(step.metrics)
         done = step.done or time.perf_counter()
         seconds, self._clock = done - max(self._clock, step.begun), done
@@ -233,6 +241,11 @@ class Run:
         self._log.write(metrics)
         self._logged.append(metrics)
         self._on_step(metrics)
+        if values["misplaced"]:
+            raise MisplacedError(
+                f"step {step.step}: {values['misplaced']} times an operation of {self.train_step.resolved.schedule.name} found "
+                f"something of another microbatch in its slot; nothing was changed in this step; {self._last_saved()}"
+            )
         if not values["finite"] and self.config.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; "

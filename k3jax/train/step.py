@@ -62,6 +62,8 @@ class Gradients(NamedTuple):
     tokens: jax.Array
     """Real tokens of the batch."""
     experts: LoadMetrics
+    misplaced: jax.Array
+    """Operations that found something of another microbatch in their slot: never, unless a table is wrong."""
 
 
 def make_train_step(config: StepConfig, mesh: Mesh | AbstractMesh) -> TrainStep:
@@ -152,14 +154,15 @@ class TrainStep:
                 for p, counts in out.histograms.items()
             }
         }
+        right = out.misplaced == 0
         finite = jnp.isfinite(out.loss) & jnp.isfinite(norm) & jnp.isfinite(global_norm(updates))
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite & right, a, b), new, old)
         new_state = TrainState(
             state.step + 1,
             keep(optax.apply_updates(state.params, updates), state.params),
             keep(opt_state, state.opt_state),
             keep(balance, state.balance),
-            state.skipped + jnp.where(finite, 0, 1),
+            state.skipped + jnp.where(finite & right, 0, 1),
         )
         metrics = dict(
             loss=out.loss,
@@ -168,12 +171,13 @@ class TrainStep:
             tokens=out.tokens,
             **{f"moe_{name}": value for name, value in out.experts._asdict().items()},
             finite=finite,
+            misplaced=out.misplaced,
             grad_finite=jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(out.grads)]),
         )
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        specs = Gradients._make([P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P()])
+        specs = Gradients._make([P(), self.specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
         return self._sharded(local, specs)(params, balance, self._flags(), batch)
 
@@ -200,7 +204,8 @@ class TrainStep:
     def _local_gradients(self, params, balance, flags, batch: Batch, *, schedule) -> Gradients:
         total = lax.psum((batch.targets >= 0).sum(), pipeline.REPLICAS)
         cotangent = 1.0 / jnp.maximum(total, 1)
-        outcome = pipeline.run(schedule, *self._program(params, balance, flags, batch), cotangent)
+        program, params = self._program(params, balance, flags, batch)
+        outcome = pipeline.run(schedule, program, params, cotangent, self.resolved.policy)
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
         stats = outcome.counts
         loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
@@ -211,6 +216,7 @@ class TrainStep:
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             tokens,
             load_metrics(loads),
+            outcome.misplaced,
         )
 
     def _program(self, params, balance, flags, batch: Batch) -> tuple[pipeline.Program, Any]:

@@ -39,12 +39,11 @@ def work(jaxpr, times: int = 1) -> tuple[int, int]:
     return flops, collectives
 
 
-def halves(closed, halves_of, inputs):
+def halves(parts, inputs):
     """Jaxprs of both halves."""
     read = lambda which: [inputs[i] for i in which]
-    before = jax.make_jaxpr(halves_of.before)(*read(halves_of.before_reads))
-    crossing = jax.eval_shape(halves_of.before, *read(halves_of.before_reads))[1]
-    return before, jax.make_jaxpr(halves_of.after)(*read(halves_of.after_reads), *crossing)
+    before, (_, crossing) = jax.make_jaxpr(parts.before, return_shape=True)(*read(parts.before_reads))
+    return before, jax.make_jaxpr(parts.after)(*read(parts.after_reads), *crossing)
 
 
 def join(closed, first, inputs, **options):
@@ -98,6 +97,7 @@ def problem():
     return [0.5 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@functools.cache
 def on_two_devices(function):
     """The function of one device's arrays; the last two arguments are spread over devices."""
     mesh = MeshSpec.parse("data=2").build()
@@ -124,18 +124,23 @@ def test_halves_make_what_the_whole_makes(first, refine):
 @pytest.mark.quick
 @pytest.mark.parametrize("refine", [False, True])
 def test_no_product_and_no_collective_runs_twice(refine):
+    """Whereas a program of weight gradients alone makes the cotangents again: on the model's chunk below it does 98 % of
+    the whole backward's products, and both halves 178 % (182 % with recomputation); cut in two they do 98 %."""
     seen = {}
 
     def measure(*inputs):
         closed = jax.make_jaxpr(backward)(*inputs)
         parts = split(closed, FIRST, refine=refine)
-        seen["whole"], seen["halves"] = work(closed.jaxpr), [work(h.jaxpr) for h in halves(closed, parts, inputs)]
+        seen["whole"], seen["halves"] = work(closed.jaxpr), [work(h.jaxpr) for h in halves(parts, inputs)]
+        alone = split(closed, [not f for f in FIRST], refine=refine)
+        seen["alone"] = work(halves(alone, inputs)[0].jaxpr)[0]
         return backward(*inputs)
 
     jax.eval_shape(on_two_devices(measure), *problem())
     (flops, collectives), pair = seen["whole"], seen["halves"]
     assert sum(f for f, _ in pair) <= flops and all(f > 0 for f, _ in pair)
     assert sum(c for _, c in pair) == collectives > 0
+    assert seen["alone"] + pair[0][0] >= 1.3 * flops
 
 
 @pytest.mark.quick
@@ -148,9 +153,9 @@ def test_sums_of_shared_weights_move_to_the_second_loop():
 
     inputs = [jnp.ones((6, 6)), jnp.ones((5, 6)), jnp.ones((5, 6))]
     closed = jax.make_jaxpr(run)(*inputs)
-    before, after = halves(closed, split(closed, [False, True]), inputs)
+    before, after = halves(split(closed, [False, True]), inputs)
     loops = lambda jaxpr: [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
-    (second,) = loops(after)
+    (second,) = loops(after)  # and no loop that only copies what crosses
     assert [v.aval.shape for v in second.outvars] == [(6, 6)]
     assert all((6, 6) not in [v.aval.shape for v in loop.outvars] for loop in loops(before))
 
@@ -190,7 +195,7 @@ def test_cheap_values_are_made_again_rather_than_held():
     plain, refined = (split(closed, [True, False], refine=refine) for refine in (False, True))
     assert plain.crossing_bytes == 4 * 50 * 6 * 4 and refined.crossing_bytes == 4 * 6 * 4
     assert not refined.after_reads
-    before, after = halves(closed, refined, inputs)
+    before, after = halves(refined, inputs)
     assert (
         work(before.jaxpr)[0] == 2 * 4 * 5 * 6 and work(before.jaxpr)[0] + work(after.jaxpr)[0] == work(closed.jaxpr)[0]
     )
@@ -292,11 +297,20 @@ class ChunkBackward:
             self.free = [i < w or w + s <= i < a for i in range(len(inputs))]
             return [x[None] for x in inputs]
 
-        params = jax.jit(lambda: step._init().params)()
-        balance = tiny.skewed_balance(step.config.model, step.layout)
-        batch = step.place(tiny.batch(step.config))
+        self.step = step
+        self.rest = (
+            tiny.skewed_balance(step.config.model, step.layout),
+            step._flags(),
+            step.place(tiny.batch(step.config)),
+        )
         run = jax.jit(step._sharded(forward, self.everywhere))
-        self.inputs = run(params, balance, step._flags(), batch)
+        self.forward = run.trace(step.state_shapes.params, *self.rest)
+        self.bytes = [a.dtype.itemsize * a.size for a in self.closed.in_avals]
+
+    def inputs(self):
+        """Values of a forward pass; leading dim: devices."""
+        params = jax.jit(lambda: self.step._init().params, out_shardings=self.step.state_shardings.params)()
+        return self.forward.lower().compile()(params, *self.rest)
 
     def compile(self, function, inputs):
         local = lambda *xs: [y[None] for y in function(*(x[0] for x in xs))]
@@ -306,45 +320,51 @@ class ChunkBackward:
         return work(traced.jaxpr.jaxpr), traced.lower().compile()
 
 
-@pytest.fixture(scope="module", params=["*=keep", "*=recompute"])
-def chunk(request):
-    return ChunkBackward(request.param)
+@functools.cache
+def chunk_backward(policy: str) -> ChunkBackward:
+    return ChunkBackward(policy)
+
+
+POLICIES = ("*=keep", "*=recompute")
 
 
 def held(parts, chunk) -> int:
     """Bytes that a device holds from B to W: what crosses, and inputs other than weights that W reads."""
-    return parts.crossing_bytes + sum(chunk.inputs[i][0].nbytes for i in parts.after_reads if not chunk.free[i])
+    return parts.crossing_bytes + sum(chunk.bytes[i] for i in parts.after_reads if not chunk.free[i])
 
 
-def test_split_of_the_models_chunk_is_exact_and_repeats_no_product(chunk):
-    parts = split(chunk.closed, chunk.first, free=chunk.free)
-    wanted = sum(chunk.first)
-    flops, executables, outputs = {}, {}, {}
+@pytest.mark.parametrize("policy", [pytest.param("*=keep", marks=pytest.mark.slow), "*=recompute"])
+def test_split_of_the_models_chunk_is_exact_and_repeats_no_product(policy):
+    """In products of the jaxpr, and in all FLOPs of the compiled programs, what cheap equations repeat included."""
+    chunk = chunk_backward(policy)
+    parts, wanted, inputs = split(chunk.closed, chunk.first, free=chunk.free), sum(chunk.first), chunk.inputs()
+    written, compiled, outputs = {}, {}, {}
 
     def run(name, function, inputs):
-        flops[name], executable = chunk.compile(function, inputs)
-        executables[name] = executable.cost_analysis()["flops"]
+        written[name], executable = chunk.compile(function, inputs)
+        compiled[name] = executable.cost_analysis()["flops"]
         outputs[name] = executable(*inputs)
 
-    read = lambda which: [chunk.inputs[i] for i in which]
-    run("whole", core.jaxpr_as_fun(chunk.closed), chunk.inputs)
+    read = lambda which: [inputs[i] for i in which]
+    run("whole", core.jaxpr_as_fun(chunk.closed), inputs)
     run("B", lambda *xs: itertools.chain(*parts.before(*xs)), read(parts.before_reads))
     run("W", parts.after, read(parts.after_reads) + outputs["B"][wanted:])
 
     early, late = iter(outputs["B"][:wanted]), iter(outputs["W"])
     for f, expected in zip(chunk.first, outputs["whole"], strict=True):
-        got = next(early if f else late)
-        scale = max(float(jnp.abs(expected).max()), 1e-30)
-        print(np.abs(expected - got).max() / scale)
-        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6 * scale)  # XLA may fuse and order sums otherwise
-    print(flops, executables)
-    assert flops["B"][0] + flops["W"][0] <= flops["whole"][0]
-    assert flops["B"][1] + flops["W"][1] <= flops["whole"][1]
-    assert executables["B"] + executables["W"] <= 1.02 * executables["whole"]
+        # XLA fuses and orders sums otherwise in a smaller program: errors of float32 sums, of the size of the largest.
+        atol = 1e-6 * float(jnp.abs(expected).max())
+        np.testing.assert_allclose(next(early if f else late), expected, rtol=1e-6, atol=atol)
+    for count in range(2):
+        assert written["B"][count] + written["W"][count] <= written["whole"][count]
+    assert compiled["B"] + compiled["W"] <= 1.02 * compiled["whole"]
 
 
-def test_the_models_chunk_holds_little(chunk):
-    plain = split(chunk.closed, chunk.first, free=chunk.free, refine=False)
-    parts = split(chunk.closed, chunk.first, free=chunk.free)
-    print(held(plain, chunk), held(parts, chunk))
-    assert held(parts, chunk) <= 0.5 * held(plain, chunk)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_models_chunk_holds_little(policy):
+    """Against cutting at every value that W reads; bytes a device holds from B to W."""
+    chunk = chunk_backward(policy)
+    plain, parts = (split(chunk.closed, chunk.first, free=chunk.free, refine=refine) for refine in (False, True))
+    assert held(parts, chunk) <= 0.4 * held(plain, chunk)
+    stored = lambda which: sum(chunk.bytes[i] for i in which if not chunk.free[i])
+    assert stored(parts.after_reads) <= 0.2 * stored(parts.before_reads)  # nearly all residuals die after B

@@ -1,5 +1,7 @@
 """The executor equals a plain loop over chunks, for any table, and its loop is as lean as promised."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +10,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from k3jax.activations import stores
+from k3jax.activations.parking import park
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.parallel import pipeline
-from k3jax.parallel.schedules import build, forward_only
+from k3jax.parallel.schedules import BACKWARD, FORWARD, NAMES, RECIPES, UP, build, forward_only
 from meshes import AXES, MeshSpec
 
 T, D, N = 4, 8, 16  # tokens of a rank, model width, vocabulary
-NAMES = ("toy.pre", "toy.out")
+TOY_NAMES = ("toy.pre", "toy.out")
 
 
 def toy_chunk(weights, x, extras):
@@ -75,7 +79,7 @@ def executed(spec, schedule, policy="*=keep"):
     tokens = P(None, ("data", "expert", "context"))
 
     def local(params, ids, targets):
-        checkpoint = lambda f: ActivationPolicy.parse(policy).checkpoint(f, NAMES)
+        checkpoint = lambda f: ActivationPolicy.parse(policy).checkpoint(f, TOY_NAMES)
         program = pipeline.Program(
             embed=lambda p, m: toy_embed(p, ids[m], "pipe"),
             chunk=checkpoint(toy_chunk),
@@ -165,6 +169,91 @@ def test_any_table_gives_the_plain_loss_and_gradients(mesh, name, virtual, micro
 @pytest.mark.parametrize(("mesh", "name", "virtual", "microbatches", "policy"), MORE)
 def test_every_count_of_microbatches_is_exact(mesh, name, virtual, microbatches, policy):
     check_against_plain(mesh, name, virtual, microbatches, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pipe=2,expert=2", "pipe=4,context=2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_where_a_leaf_waits_changes_no_bit(mesh, name):
+    """Every schedule with every storage: the same bits as with all kept, and those of 1F1B to the order of its sums."""
+    spec = MeshSpec.parse(mesh)
+    virtual = RECIPES[name].virtual or (3 if name == "interleaved_1f1b" and spec.pipe == 2 else 1)
+    schedule = build(name, stages=spec.pipe, virtual=virtual, microbatches=6)
+    ids, targets = toy_tokens(6, 2)
+    params = toy_params(schedule.chunks)
+    results = {
+        policy: jax.tree.leaves(executed(spec, schedule, policy)(params, ids, targets))
+        for policy in ("*=keep", "*=recompute", "*=local-offload", "*=remote-offload")
+    }
+    for policy in ("*=local-offload", "*=remote-offload"):
+        jax.tree.map(np.testing.assert_array_equal, results[policy], results["*=keep"])
+    for got, want in zip(results["*=recompute"], results["*=keep"], strict=True):  # fused otherwise
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * float(jnp.abs(want).max()))
+
+
+def test_quantized_leaves_leave_the_forward_as_it_is_and_gradients_close():
+    """Each stored value is off by 1/16 of itself at most, so gradients are by no more than a few such shares of theirs."""
+    spec, schedule = MeshSpec.parse("pipe=2,data=2"), build("interleaved_1f1b", stages=2, virtual=2, microbatches=4)
+    ids, targets = toy_tokens(4, 2)
+    params = toy_params(schedule.chunks)
+    (loss, _, wrong, exact), (loss_q, _, wrong_q, coarse) = (
+        executed(spec, schedule, policy)(params, ids, targets) for policy in ("*=keep", "*=quantize")
+    )
+    assert wrong == wrong_q == 0 and loss == loss_q
+    for got, want in zip(jax.tree.leaves(coarse), jax.tree.leaves(exact), strict=True):
+        error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+        assert error <= 1 / 16, error
+    assert any((got != want).any() for got, want in zip(jax.tree.leaves(coarse), jax.tree.leaves(exact), strict=True))
+
+
+# ---- injected faults -------------------------------------------------------------------------------------------------
+
+
+def misplaced(schedule, policy="*=keep") -> int:
+    ids, targets = toy_tokens(schedule.microbatches, 1)
+    spec = MeshSpec.parse(f"pipe={schedule.stages}")
+    return int(executed(spec, schedule, policy)(toy_params(schedule.chunks), ids, targets)[2])
+
+
+def changed(schedule, **arrays):
+    """The schedule with other tables; nothing checks them."""
+    return dataclasses.replace(schedule, **arrays)
+
+
+def test_a_slot_reused_too_early_is_noticed_when_it_runs():
+    good = build("1f1b", stages=2, microbatches=4)
+    table = good.table.copy()
+    for kind in (FORWARD, BACKWARD):
+        (at,) = np.argwhere((table[:, :, :3] == (kind, 0, 1)).all(-1))
+        table[*at, 3] = table[np.argwhere((table[:, :, :3] == (FORWARD, 0, 0)).all(-1))[0][0], 0, 3]
+    assert misplaced(good) == 0
+    assert misplaced(changed(good, table=table)) > 0
+
+
+def test_a_message_in_another_slot_is_noticed_when_it_runs():
+    good = build("gpipe", stages=2, microbatches=3)
+    mail = good.mail.copy()
+    first, second = (np.argwhere((good.table[:, :, :3] == (BACKWARD, 1, m)).all(-1))[0] for m in (0, 1))
+    mail[tuple(first)], mail[tuple(second)] = mail[tuple(second)], mail[tuple(first)]
+    assert misplaced(changed(good, mail=mail)) > 0
+
+
+def test_a_message_delayed_by_a_tick_is_noticed_when_it_runs():
+    good = build("1f1b", stages=2, microbatches=4)
+    arrivals = good.arrivals.copy()
+    tick = int(np.flatnonzero(arrivals[:, 1, UP] >= 0)[1])
+    arrivals[tick + 1, 1, UP], arrivals[tick, 1, UP] = arrivals[tick, 1, UP], -1
+    assert misplaced(changed(good, arrivals=arrivals)) > 0
+
+
+def test_a_move_between_ranks_delayed_by_a_tick_is_noticed_when_it_runs(monkeypatch):
+    """What was parked comes back after it was read."""
+    good = build("interleaved_1f1b", stages=4, virtual=1, microbatches=8)
+    plan = park(good, FORWARD, BACKWARD)
+    late = [move._replace(tick=move.tick + 1) if move.pair[0] > move.pair[1] else move for move in plan.moves]
+    assert misplaced(good, "*=remote-offload") == 0
+    monkeypatch.setattr(stores, "park", lambda *of: dataclasses.replace(plan, moves=tuple(late)))
+    assert misplaced(good, "*=remote-offload") > 0
 
 
 def test_a_forward_table_gives_the_loss_alone():

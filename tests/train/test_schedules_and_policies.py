@@ -1,0 +1,68 @@
+"""Schedules and activation policies change when and where things are, not what comes out."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from k3jax.parallel.schedules import NAMES, RECIPES
+
+# A KDA and an MLA layer in every group, experts, residual blocks that begin in different chunks; quick to compile.
+MODEL = dataclasses.replace(tiny.MODEL, num_layers=8, dense_layers=1, attn_res_block=3)
+STEP = dataclasses.replace(tiny.STEP, model=MODEL, seq_len=16, global_batch=8, microbatches=4)
+MIXED = "kda.*=recompute,moe.dispatch_in=local-offload,attn.out=remote-offload,*=keep"
+
+
+@functools.cache
+def gradients(mesh: str, schedule: str, virtual: int, policy: str):
+    step = tiny.train_step(mesh, STEP, schedule=schedule, virtual=virtual, activations=policy)
+    state = step.init()
+    balance = jax.tree.map(
+        lambda a, like: jax.device_put(a, like.sharding), tiny.skewed_balance(MODEL, step.layout), state.balance
+    )
+    out = step.gradients(state.params, balance, step.place(tiny.batch(STEP)))
+    assert int(out.misplaced) == 0
+    return float(out.loss), tiny.by_layer(MODEL, step.layout, out.grads)
+
+
+def check_equal(case, reference, *, exactly: bool):
+    (loss, got), (want_loss, want) = gradients(*case), gradients(*reference)
+    assert got.keys() == want.keys()
+    if exactly:
+        assert loss == want_loss
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    for name, right in want.items():
+        if exactly:
+            np.testing.assert_array_equal(got[name], right, err_msg=name)
+        # Another program: XLA fuses otherwise, and microbatches are summed in another order.
+        assert np.linalg.norm(got[name] - right) <= 1e-6 * np.linalg.norm(right), name
+
+
+CASES = [
+    ("pipe=2,expert=2", "interleaved_1f1b", 2, MIXED),
+    ("pipe=2,expert=2", "zb1p", 1, "*=keep"),
+    ("pipe=2,context=2", "zbv", 2, MIXED),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_schedule_with_a_policy_gives_the_gradients_of_1f1b_that_keeps_all(case):
+    check_equal(case, (case[0], "1f1b", 1, "*=keep"), exactly=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_schedule_gives_the_same_gradients_with_every_storage_at_once(schedule):
+    mesh, virtual = "pipe=4,context=2", RECIPES[schedule].virtual or 1
+    check_equal((mesh, schedule, virtual, MIXED), (mesh, "1f1b", 1, "*=keep"), exactly=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["*=local-offload", "*=remote-offload"])
+def test_where_a_leaf_waits_changes_no_bit(policy):
+    """The same table and arithmetic: only the place differs."""
+    mesh = "pipe=4,expert=2"
+    check_equal((mesh, "interleaved_1f1b", 1, policy), (mesh, "interleaved_1f1b", 1, "*=keep"), exactly=True)

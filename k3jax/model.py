@@ -38,8 +38,8 @@ class Stream(NamedTuple):
 
     prefix: Float[Array, "B T D"]
     """Running sum of the current residual block (of all layers for plain residuals)."""
-    blocks: Float[Array, "N B T D"]
-    """Completed blocks, the embedding first; zeros where not yet made."""
+    blocks: Float[Array, "N B T D"] | None
+    """Completed blocks, the embedding first; no matter what where not yet made. None for plain residuals."""
 
 
 class Batch(NamedTuple):
@@ -192,7 +192,7 @@ def embed(
     x_BTD = jnp.where(mine_BT[..., None], table_WD[jnp.clip(local_BT, 0, rows - 1)], 0).astype(dtype)
     if axes.pipe is not None:
         x_BTD = lax.psum(x_BTD, axes.pipe)
-    return Stream(x_BTD, jnp.zeros((num_blocks, *x_BTD.shape), dtype))
+    return Stream(x_BTD, jnp.zeros((num_blocks, *x_BTD.shape), dtype) if num_blocks else None)
 
 
 def head_logits(
@@ -204,7 +204,7 @@ def head_logits(
     """
     head = bind(config, "head", params)
     on_last = lambda x: x if axes.pipe is None else jnp.where(is_last, x, 0)  # elsewhere it is leftovers: keep it out
-    prefix, blocks = on_last(stream.prefix), on_last(stream.blocks)
+    prefix, blocks = jax.tree.map(on_last, stream)
     h_BTD = head.mix(prefix, blocks, config.num_blocks) if config.num_blocks else prefix
     h_BTD = on_last(head.norm(h_BTD))
     if axes.pipe is not None:

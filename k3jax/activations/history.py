@@ -2,12 +2,11 @@
 
 The history has room for all rows, a leading dim; a step writes some, and reads rows written before it alone: what it makes
 must not depend on others. So backward may be given the history as it is in the end, and no other: `lax.scan`, which cannot
-know that, would store what it was at each step. The history in the end has the name HISTORY, for who stores it elsewhere.
+know that, would store what it was at each step. The last history's leaves have names, for who has it elsewhere already.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,12 @@ from k3jax.activations.leaves import Origin, output_origins
 from k3jax.compat import vary_like
 
 Tree = Any
-HISTORY = "history"
 Step = Callable[[Tree, Tree, Tree, Tree, Tree, Tree], tuple[Tree, Tree, Tree]]
+
+
+def history_name(leaf: int) -> str:
+    """Name of a leaf of the history that backward reads."""
+    return f"history.{leaf}"
 
 
 def scan_history(
@@ -72,7 +75,8 @@ def _loop(step: Step) -> Callable:
             return made, (counts, kept)
 
         made, (counts, kept) = lax.scan(body, (stream, history), (weights, inputs))
-        history = jax.tree.map(functools.partial(checkpoint_name, name=HISTORY), made[1])
+        rows, structure = jax.tree.flatten(made[1])
+        history = structure.unflatten([checkpoint_name(a, history_name(i)) for i, a in enumerate(rows)])
         residuals = history, kept, weights, shared_weights, inputs, shared_inputs
         return (made[0], history, counts), residuals
 

@@ -5,6 +5,9 @@ and files what it made. A forward's message is the stream, a backward's its grad
 both. Forward runs `jax.vjp` of the chunk and stores the leaves of its pullback; backward takes them out again: no
 automatic differentiation goes through the schedule.
 
+Chunks may also append rows to a history that all later chunks and the head read. It does not travel: each stage keeps its
+own, and messages carry the rows that their receiver lacks, or gradients of them (`relay.py`).
+
 Rules that keep it right and fast (docs/step.md):
 - a rank-dependent branch may hold grouped collectives over data, expert and context, never a `ppermute`;
 - what communicates over pipe (messages, embedding, head) stands in branches on tick-wide columns, the same on all ranks;
@@ -24,6 +27,7 @@ from jax import lax
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.stores import Stores
 from k3jax.parallel.boxes import add_at, empty, post, take, vary
+from k3jax.parallel.histories import Histories
 from k3jax.parallel.pullback import Pullback
 from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, WEIGHT, Schedule
 from meshes import AXES
@@ -43,6 +47,10 @@ class Program(NamedTuple):
     """(v, m) -> inputs of the chunk that have no gradient."""
     head: Callable[[Tree, Tree, jax.Array, jax.Array], jax.Array]
     """(params["head"], stream, m, is_last) -> this rank's sum of losses. May communicate over pipe."""
+    appended: tuple[int, ...] = ()
+    """Rows, each like the stream, that every chunk appends to the history; () if there is none. If there is, chunk and head
+    take (stream, rows) as stream, and chunk returns it: all rows of the model, those to come with any finite values, on which
+    nothing may depend. A chunk fills in its own."""
 
 
 KEEP_ALL = ActivationPolicy.parse("*=keep")
@@ -65,6 +73,10 @@ class Made(NamedTuple):
 
     message: Tree
     """The stream, or its gradient."""
+    leaving: Tree
+    """Rows of the history, or gradients of them, that go with the message."""
+    history: Tree
+    """What the slot of the operation's result holds from now on."""
     stored: Tree
     """As `Stores.encode` makes it."""
     counts: Tree
@@ -88,16 +100,24 @@ def run(
 
     first = jnp.int32(0)
     no_stream = zeros(jax.eval_shape(program.embed, params["embed"], first))
-    example = (weights(first), no_stream, extras(first, first))
+    histories = Histories(schedule, program.appended, no_stream)
+    example = (weights(first), histories.join(no_stream, histories.none), extras(first, first))
     no_counts = zeros(jax.eval_shape(lambda *args: program.chunk(*args)[1], *example))
     no_loss = vary(jnp.zeros(()), REPLICAS)
     split = WEIGHT in schedule.kinds
-    pullback = Pullback(program.chunk, example, separate_weights=split) if BACKWARD in schedule.kinds else None
+    num_history = len(jax.tree.leaves(histories.no_rows))
+    pullback = (
+        Pullback(program.chunk, example, num_history=num_history, separate_weights=split)
+        if BACKWARD in schedule.kinds
+        else None
+    )
     shapes = pullback.shapes if pullback else {}
     stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
     no_name = vary(jnp.int32(0))
     nothing = Made(
         message=no_stream,
+        leaving=histories.no_rows,
+        history=histories.none,
         stored=stores.encode(zeros(shapes), no_name),
         counts=no_counts,
         d_weights=zeros(example[0]) if pullback else None,
@@ -106,38 +126,59 @@ def run(
     carry = dict(
         mail=empty((no_name, no_stream), schedule.num_mail_slots + 1),
         stores=stores.empty(nothing.stored),
+        histories=histories.empty(),
         sent=(no_name, no_stream),
+        leaving=histories.no_rows,
         misplaced=no_name,
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
         loss=no_loss,
         grads=zeros(params, jnp.float32) if pullback else None,
     )
 
-    def forward(v, m, name, read, take_stored):
-        stream, misplaced = read()
-        args = weights(v), stream, extras(v, m)
-        made, (stream, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
+    def forward(v, m, name, read, take_stored, rows):
+        (stream, misplaced), (history, wrong) = read(), rows.values()
+        args = weights(v), histories.join(stream, history), extras(v, m)
+        made, (joined, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
+        stream, history = histories.part(joined, m)
         made = nothing.stored | stores.encode(made, name)
-        return nothing._replace(message=stream, stored=made, counts=counts, misplaced=misplaced)
+        return nothing._replace(
+            message=stream,
+            leaving=rows.leaving(history),
+            history=history,
+            stored=made,
+            counts=counts,
+            misplaced=misplaced + wrong,
+        )
 
-    def backward(v, m, name, read, take_stored):
+    def backward(v, m, name, read, take_stored, rows):
         assert pullback is not None
         (d_stream, misplaced), (stored, wrong) = read(), take_stored(BACKWARD)
-        inputs = weights(v), extras(v, m), stored, d_stream
+        (history, lacking), (sums, unsummed) = rows.values(), rows.sums()
+        inputs = (weights(v), history[1:], extras(v, m)), stored, histories.join(d_stream, sums)
         if split:
-            made, d_stream = pullback.backward_input(*inputs)
+            made, joined = pullback.backward_input(*inputs)
             made, d_weights = nothing.stored | stores.encode(made, name), nothing.d_weights
         else:
-            made, (d_weights, d_stream) = nothing.stored, pullback.backward(*inputs)
-        return Made(d_stream, made, no_counts, d_weights, misplaced + wrong)
+            made, (d_weights, joined) = nothing.stored, pullback.backward(*inputs)
+        d_stream, sums = histories.part(joined, m)
+        return Made(
+            d_stream,
+            rows.leaving(sums),
+            rows.remaining(sums),
+            made,
+            no_counts,
+            d_weights,
+            misplaced + wrong + lacking + unsummed,
+        )
 
-    def weight(v, m, name, read, take_stored):
+    def weight(v, m, name, read, take_stored, rows):
         assert pullback is not None
-        stored, misplaced = take_stored(WEIGHT)
-        d_weights = pullback.backward_weights(weights(v), extras(v, m), stored)
-        return nothing._replace(d_weights=d_weights, misplaced=misplaced)
+        (stored, misplaced), (history, lacking) = take_stored(WEIGHT), rows.values()
+        d_weights = pullback.backward_weights((weights(v), history[1:], extras(v, m)), stored)
+        return nothing._replace(history=rows.unchanged(), d_weights=d_weights, misplaced=misplaced + lacking)
 
-    branches = [lambda *operands: nothing, forward, backward, weight][: 1 + len(schedule.kinds)]
+    idle = lambda v, m, name, read, take_stored, rows: nothing._replace(history=rows.unchanged())
+    branches = [idle, forward, backward, weight][: 1 + len(schedule.kinds)]
     of_kind = schedule.chunks * schedule.microbatches
 
     def tick(carry, row):
@@ -146,7 +187,7 @@ def run(
         v, slot = chunk // stages, row["mail"][stage]
         # Names of what is stored and of messages, by who reads them: an operation checks that it finds its own.
         name = vary(1 + chunk * schedule.microbatches + m)
-        mail = receive(schedule, carry["mail"], carry["sent"], row, stage)
+        mail, box = receive(schedule, histories, carry, row, stage)
         embedded = lax.cond(
             row["embed_forward"] >= 0,
             lambda: vary(program.embed(params["embed"], row["embed_forward"])),
@@ -161,10 +202,13 @@ def run(
             return message, (found != name + kind * of_kind).astype(jnp.int32)
 
         take_stored = lambda kind: stores.take(kind, carry["stores"], row["stores"], stage, name)
-        operands = v, m, name, read, take_stored
+        operands = v, m, name, read, take_stored, histories.on(box, row["histories"], stage, m)
         made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in branches])
+        box = histories.put(box, row["histories"], stage, made.history)
         carry |= dict(
             mail=mail,
+            histories=box,
+            leaving=made.leaving,
             stores=stores.put(carry["stores"], row["stores"], stage, made.stored, leaving),
             counts=add_at(carry["counts"], v, made.counts),
             misplaced=carry["misplaced"] + made.misplaced,
@@ -172,23 +216,26 @@ def run(
         onward = jnp.where(kind == FORWARD, schedule.microbatches, -schedule.microbatches)
         to = name + kind * of_kind + onward
         is_last, leaves_model = stage == schedule.last_stage, row["head"] >= 0
+        leaves = histories.join(made.message, made.history)
         if pullback is None:
             loss = lax.cond(
                 leaves_model,
-                lambda: program.head(params["head"], made.message, row["head"], is_last),
+                lambda: program.head(params["head"], leaves, row["head"], is_last),
                 lambda: no_loss,
             )
             return carry | dict(sent=(to, made.message), loss=carry["loss"] + loss), None
 
         def head():
             function = lambda p, stream: program.head(p, stream, row["head"], is_last)
-            loss, vjp = jax.vjp(function, params["head"], made.message)
-            d_head, d_stream = vjp(vary(cotangent, REPLICAS))
+            loss, vjp = jax.vjp(function, params["head"], leaves)
+            d_head, d_leaves = vjp(vary(cotangent, REPLICAS))
+            d_stream, sums = histories.part(d_leaves, row["head"])
             # The last chunk's output goes no further: what its stage sends, to itself, is the cotangent.
             sent = jax.tree.map(lambda d, x: jnp.where(is_last, d, x), d_stream, made.message)
-            return loss, vary(d_head), vary(sent)
+            return loss, vary(d_head), vary(sent), vary(jax.tree.map(lambda d: jnp.where(is_last, d, 0), sums))
 
-        loss, d_head, sent = lax.cond(leaves_model, head, lambda: (no_loss, zeros(params["head"]), made.message))
+        stays = lambda: (no_loss, zeros(params["head"]), made.message, histories.none)
+        loss, d_head, sent, sums = lax.cond(leaves_model, head, stays)
 
         def embed_backward():
             on_first = lambda a: jnp.where(stage == schedule.stage_of(0), a, 0)
@@ -200,6 +247,7 @@ def run(
         d_embed = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda: zeros(params["embed"]))
         grads, d_weights = carry["grads"], made.d_weights
         return carry | dict(
+            histories=histories.deposit(box, row["histories"], sums),
             sent=(jnp.where(leaves_model & is_last, name + BACKWARD * of_kind, to), sent),
             loss=carry["loss"] + loss,
             grads={
@@ -211,13 +259,17 @@ def run(
         ), None
 
     names = ("table", "mail", "arrivals", "moves", "embed_forward", "head", "embed_backward")
-    columns = {name: getattr(schedule, name) for name in names} | {"stores": stores.columns}
+    columns = {name: getattr(schedule, name) for name in names}
+    columns |= {"stores": stores.columns, "histories": histories.columns}
     carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
     return Outcome(carry["loss"], carry["counts"], carry["grads"], lax.psum(carry["misplaced"], AXES))
 
 
-def receive(schedule: Schedule, mail: Tree, sent: Tree, row: Tree, stage: jax.Array) -> Tree:
-    """The mailbox with what was sent in the tick before; a route that nobody takes in this tick is not travelled."""
+def receive(
+    schedule: Schedule, histories: Histories, carry: Tree, row: Tree, stage: jax.Array
+) -> tuple[Tree, Tree]:
+    """Mailbox and histories with what was sent in the tick before; a route that nobody takes is not travelled."""
+    mail, box, sent = carry["mail"], carry["histories"], carry["sent"]
     onward = [(i, (i + 1) % schedule.stages) for i in range(schedule.stages)]
     pairs = {UP: onward, DOWN: [(j, i) for i, j in onward]}
     for way in (UP, DOWN, STAY):
@@ -227,5 +279,7 @@ def receive(schedule: Schedule, mail: Tree, sent: Tree, row: Tree, stage: jax.Ar
         if way != STAY:
             travel = lambda way=way: lax.ppermute(sent, "pipe", pairs[way])
             arrived = lax.cond(row["moves"][way], travel, lambda: sent)
+            m = (arrived[0] - 1) % schedule.microbatches
+            box = histories.receive(box, carry["leaving"], way, pairs[way], m, row["histories"], stage)
         mail = post(mail, arrived, row["arrivals"][stage, way])
-    return mail
+    return mail, box

@@ -9,6 +9,7 @@ with the backward of the chunk that the row had come to. Rows move like this bet
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,9 +136,10 @@ class Relay:
     def columns(self) -> dict[str, Int32[np.ndarray, "ticks *more"]]:
         """For the executor.
 
-        values [tick, stage]: slot of the rows that the operation reads. result [tick, stage]: slot of what it makes: of all
-        rows for a forward, of their gradients for a backward; others hand back slot 0 as it is. deposit [tick]: slot on the
-        last stage for the gradients that the head makes.
+        values [tick, stage]: slot of the rows that the operation reads. result [tick, stage]: slot of what it makes, which
+        holds what it is made from: of all rows for a forward, of sums of their gradients for a backward; others hand back
+        slot 0 as it is. deposit [tick]: slot on the last stage for the gradients that the head makes.
+        exist, summed [tick, stage, 2]: ranges of rows that must be there, in values, and in the result of a backward.
         leaving [tick, stage, room]: rows that go with the operation's message. arriving [tick, stage, (UP, DOWN), room]:
         where they are put at the beginning of the next tick: slot · num_rows + row. −1 is an unused place.
         travelling [tick, (UP, DOWN)]: rows that any stage sends this way, in the tick in which they arrive.
@@ -145,18 +147,23 @@ class Relay:
         shape = self.schedule.mail.shape
         values, result = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         deposit = np.zeros(shape[0], np.int32)
+        exist, summed = (np.zeros((*shape, 2), np.int32) for _ in range(2))
+        made = [0, *itertools.accumulate(self.appended)]
         leaving = np.full((*shape, self.room), NOTHING, np.int32)
         arriving = np.full((*shape, 2, self.room), NOTHING, np.int32)
         last = self.schedule.chunks - 1
         for (kind, chunk, m), tick in self.schedule.ticks.items():
             stage = self.stages[chunk]
             values[tick, stage] = self.values[stage, m]
+            exist[tick, stage] = 0, made[chunk + (kind != FORWARD)]
             if kind not in (FORWARD, BACKWARD):
                 continue
             slots, receiver, rows = self._message(kind, chunk)
             result[tick, stage] = slots[stage, m]
             if kind == FORWARD and chunk == last:
                 deposit[tick] = self.sums.get((stage, m), 0)
+            if kind == BACKWARD:
+                summed[tick, stage] = self._summed(chunk)
             if len(rows):
                 way = route(stage, receiver, self.schedule.stages)
                 assert way != STAY, "a stage has its own rows"
@@ -165,8 +172,22 @@ class Relay:
                 arriving[tick + 1, receiver, way, : len(rows)] = places
         travelling = (arriving != NOTHING).sum(-1).max(1).astype(np.int32)
         return dict(
-            values=values, result=result, deposit=deposit, leaving=leaving, arriving=arriving, travelling=travelling
+            values=values,
+            result=result,
+            deposit=deposit,
+            exist=exist,
+            summed=summed,
+            leaving=leaving,
+            arriving=arriving,
+            travelling=travelling,
         )
+
+    def _summed(self, chunk: int) -> tuple[int, int]:
+        """Rows whose gradients must have come before a chunk's backward: for a stage's first those of its message alone."""
+        if chunk + 1 == self.schedule.chunks or self.stages[chunk] in self.stages[chunk + 1 :]:
+            return 0, self.num_rows
+        rows = self.windows[chunk + 1]
+        return rows.start, rows.stop
 
     def _message(self, kind: int, chunk: int) -> tuple[dict[tuple[int, ...], int], int, Rows]:
         """Slots that an operation of this kind writes, the receiver of its message, and the rows in it."""

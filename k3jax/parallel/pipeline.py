@@ -124,11 +124,10 @@ def run(
         misplaced=no_name,
     )
     carry = dict(
-        mail=empty((no_name, no_stream), schedule.num_mail_slots + 1),
+        mail=empty((no_name, no_stream, histories.no_rows), schedule.num_mail_slots + 1),
         stores=stores.empty(nothing.stored),
         histories=histories.empty(),
-        sent=(no_name, no_stream),
-        leaving=histories.no_rows,
+        sent=(no_name, no_stream, histories.no_rows),
         misplaced=no_name,
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
         loss=no_loss,
@@ -136,7 +135,8 @@ def run(
     )
 
     def forward(v, m, name, read, take_stored, rows):
-        (stream, misplaced), (history, wrong) = read(), rows.values()
+        stream, arrived, misplaced = read()
+        history, wrong = rows.values(arrived)
         args = weights(v), histories.join(stream, history), extras(v, m)
         made, (joined, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
         stream, history = histories.part(joined, m)
@@ -152,8 +152,8 @@ def run(
 
     def backward(v, m, name, read, take_stored, rows):
         assert pullback is not None
-        (d_stream, misplaced), (stored, wrong) = read(), take_stored(BACKWARD)
-        (history, lacking), (sums, unsummed) = rows.values(), rows.sums()
+        (d_stream, arrived, misplaced), (stored, wrong) = read(), take_stored(BACKWARD)
+        (history, lacking), (sums, unsummed) = rows.values(), rows.sums(arrived)
         inputs = (weights(v), history[1:], extras(v, m)), stored, histories.join(d_stream, sums)
         if split:
             made, joined = pullback.backward_input(*inputs)
@@ -164,7 +164,7 @@ def run(
         return Made(
             d_stream,
             rows.leaving(sums),
-            rows.remaining(sums),
+            sums,
             made,
             no_counts,
             d_weights,
@@ -187,28 +187,27 @@ def run(
         v, slot = chunk // stages, row["mail"][stage]
         # Names of what is stored and of messages, by who reads them: an operation checks that it finds its own.
         name = vary(1 + chunk * schedule.microbatches + m)
-        mail, box = receive(schedule, histories, carry, row, stage)
+        mail = receive(schedule, histories, carry, row, stage)
         embedded = lax.cond(
             row["embed_forward"] >= 0,
             lambda: vary(program.embed(params["embed"], row["embed_forward"])),
             lambda: no_stream,
         )
         enters = (row["embed_forward"] >= 0) & (stage == schedule.stage_of(0))
-        mail = post(mail, (name + kind * of_kind, embedded), jnp.where(enters, slot, -1))
+        mail = post(mail, (name + kind * of_kind, embedded, histories.no_rows), jnp.where(enters, slot, -1))
         leaving = stores.send(carry["stores"], row["stores"], stage)
 
         def read():
-            found, message = take(mail, jnp.maximum(slot, 0))
-            return message, (found != name + kind * of_kind).astype(jnp.int32)
+            found, message, rows = take(mail, jnp.maximum(slot, 0))
+            return message, rows, (found != name + kind * of_kind).astype(jnp.int32)
 
         take_stored = lambda kind: stores.take(kind, carry["stores"], row["stores"], stage, name)
-        operands = v, m, name, read, take_stored, histories.on(box, row["histories"], stage, m)
+        operands = v, m, name, read, take_stored, histories.on(carry["histories"], row["histories"], stage, m)
         made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in branches])
-        box = histories.put(box, row["histories"], stage, made.history)
+        box = histories.put(carry["histories"], row["histories"], stage, made.history)
         carry |= dict(
             mail=mail,
             histories=box,
-            leaving=made.leaving,
             stores=stores.put(carry["stores"], row["stores"], stage, made.stored, leaving),
             counts=add_at(carry["counts"], v, made.counts),
             misplaced=carry["misplaced"] + made.misplaced,
@@ -223,7 +222,7 @@ def run(
                 lambda: program.head(params["head"], leaves, row["head"], is_last),
                 lambda: no_loss,
             )
-            return carry | dict(sent=(to, made.message), loss=carry["loss"] + loss), None
+            return carry | dict(sent=(to, made.message, made.leaving), loss=carry["loss"] + loss), None
 
         def head():
             function = lambda p, stream: program.head(p, stream, row["head"], is_last)
@@ -247,8 +246,8 @@ def run(
         d_embed = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda: zeros(params["embed"]))
         grads, d_weights = carry["grads"], made.d_weights
         return carry | dict(
-            histories=histories.deposit(box, row["histories"], sums),
-            sent=(jnp.where(leaves_model & is_last, name + BACKWARD * of_kind, to), sent),
+            histories=histories.deposit(box, row["histories"], stage, sums, made.history),
+            sent=(jnp.where(leaves_model & is_last, name + BACKWARD * of_kind, to), sent, made.leaving),
             loss=carry["loss"] + loss,
             grads={
                 "embed": jax.tree.map(jnp.add, grads["embed"], d_embed),
@@ -265,21 +264,18 @@ def run(
     return Outcome(carry["loss"], carry["counts"], carry["grads"], lax.psum(carry["misplaced"], AXES))
 
 
-def receive(
-    schedule: Schedule, histories: Histories, carry: Tree, row: Tree, stage: jax.Array
-) -> tuple[Tree, Tree]:
-    """Mailbox and histories with what was sent in the tick before; a route that nobody takes is not travelled."""
-    mail, box, sent = carry["mail"], carry["histories"], carry["sent"]
+def receive(schedule: Schedule, histories: Histories, carry: Tree, row: Tree, stage: jax.Array) -> Tree:
+    """The mailbox with what was sent in the tick before; a route that nobody takes in this tick is not travelled."""
+    mail, (*sent, rows) = carry["mail"], carry["sent"]
     onward = [(i, (i + 1) % schedule.stages) for i in range(schedule.stages)]
     pairs = {UP: onward, DOWN: [(j, i) for i, j in onward]}
     for way in (UP, DOWN, STAY):
         if not schedule.moves[:, way].any():
             continue
-        arrived = sent
+        arrived, with_it = sent, rows
         if way != STAY:
             travel = lambda way=way: lax.ppermute(sent, "pipe", pairs[way])
             arrived = lax.cond(row["moves"][way], travel, lambda: sent)
-            m = (arrived[0] - 1) % schedule.microbatches
-            box = histories.receive(box, carry["leaving"], way, pairs[way], m, row["histories"], stage)
-        mail = post(mail, arrived, row["arrivals"][stage, way])
-    return mail, box
+            with_it = histories.travel(rows, way, pairs[way], row["histories"])
+        mail = post(mail, (*arrived, with_it), row["arrivals"][stage, way])
+    return mail

@@ -9,7 +9,6 @@ with the backward of the chunk that the row had come to. Rows move like this bet
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, Life, Schedule, assign, route
+from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, UP, Life, Schedule, assign, route
 
 Rows = range
 NOTHING = -1
@@ -91,15 +90,19 @@ class Relay:
 
     @functools.cached_property
     def values(self) -> dict[tuple[int, ...], int]:
-        """Slot of each (stage, microbatch), from the first arrival there until the last operation there has run."""
-        return self._slots(FORWARD, self.schedule.kinds[-1])
+        """Slot of each (stage, microbatch), from its first forward there until the last operation there has run."""
+        return assign(self._lives(FORWARD, self.schedule.kinds[-1]), self.schedule.stages)
 
     @functools.cached_property
     def sums(self) -> dict[tuple[int, ...], int]:
-        """Slot of each (stage, microbatch) for sums of gradients, from the first arrival until the last backward there."""
+        """Slot of each (stage, microbatch) for sums of gradients, from its first backward there until its last there.
+
+        On the last stage from its last forward: in that tick the model's head makes gradients.
+        """
         if BACKWARD not in self.schedule.kinds:
             return {}
-        return {key: self.num_values + slot for key, slot in self._slots(BACKWARD, BACKWARD).items()}
+        slots = assign(self._lives(BACKWARD, BACKWARD), self.schedule.stages)
+        return {key: self.num_values + slot for key, slot in slots.items()}
 
     @property
     def num_values(self) -> int:
@@ -109,93 +112,73 @@ class Relay:
     def num_slots(self) -> int:
         return max([*self.values.values(), *self.sums.values()]) + 1
 
-    def _slots(self, first: int, last: int) -> dict[tuple[int, ...], int]:
-        """From the tick in which the first operation of kind `first` has its input to the last operation of kind `last`."""
+    def _lives(self, first: int, last: int) -> list[Life]:
+        """Of each (stage, microbatch), between its first operation of one kind there and its last of another."""
         born: dict[tuple[int, ...], int] = {}
         dies: dict[tuple[int, ...], int] = {}
         for (kind, chunk, m), tick in self.schedule.ticks.items():
             key = self.stages[chunk], m
             if kind == first:
-                there = self._input_is_there(kind, chunk, m)
-                born[key] = min(there, born.get(key, there))
+                at_head = kind == BACKWARD and chunk == self.schedule.chunks - 1
+                start = self.schedule.ticks[FORWARD, chunk, m] if at_head else tick
+                born[key] = min(start, born.get(key, start))
             if kind == last:
                 dies[key] = max(tick, dies.get(key, tick))
-        return assign([Life(key[0], born[key], dies[key], key) for key in born], self.schedule.stages)
-
-    def _input_is_there(self, kind: int, chunk: int, m: int) -> int:
-        ticks = self.schedule.ticks
-        if kind == FORWARD:
-            return ticks[FORWARD, chunk - 1, m] + 1 if chunk else ticks[FORWARD, chunk, m]
-        if chunk < self.schedule.chunks - 1:
-            return ticks[BACKWARD, chunk + 1, m] + 1
-        return ticks[FORWARD, chunk, m]  # the model's head makes gradients in the tick of the last forward
+        return [Life(key[0], born[key], dies[key], key) for key in born]
 
     # ---- what happens in each tick ----------------------------------------------------------------------------------------
 
     @functools.cached_property
     def columns(self) -> dict[str, Int32[np.ndarray, "ticks *more"]]:
-        """For the executor.
+        """For the executor; [tick, stage, ...] unless said otherwise, −1 for unused places.
 
-        values [tick, stage]: slot of the rows that the operation reads. result [tick, stage]: slot of what it makes, which
-        holds what it is made from: of all rows for a forward, of sums of their gradients for a backward; others hand back
-        slot 0 as it is. deposit [tick]: slot on the last stage for the gradients that the head makes.
-        exist, summed [tick, stage, 2]: ranges of rows that must be there, in values, and in the result of a backward.
-        leaving [tick, stage, room]: rows that go with the operation's message. arriving [tick, stage, (UP, DOWN), room]:
-        where they are put at the beginning of the next tick: slot · num_rows + row. −1 is an unused place.
-        travelling [tick, (UP, DOWN)]: rows that any stage sends this way, in the tick in which they arrive.
+        values: slot of the rows that the operation reads. result: slot of what it makes, which holds what it is made from:
+        of all rows for a forward, of sums of their gradients for a backward; others hand back slot 0 as it is. fresh: 1 if
+        there is nothing in the slot of the result yet. deposit [tick]: slot on the last stage for the gradients of the head.
+        entering [..., num_rows]: for each row its place in the operation's message. leaving [..., room]: the rows that go
+        with the message that it sends. travelling [tick, (UP, DOWN)]: the most rows that any stage has sent this way, in the
+        tick in which they arrive.
         """
-        shape = self.schedule.mail.shape
-        values, result = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        deposit = np.zeros(shape[0], np.int32)
-        exist, summed = (np.zeros((*shape, 2), np.int32) for _ in range(2))
-        made = [0, *itertools.accumulate(self.appended)]
+        shape, last = self.schedule.mail.shape, self.schedule.chunks - 1
+        values, result, fresh = (np.zeros(shape, np.int32) for _ in range(3))
+        deposit, travelling = np.zeros(shape[0], np.int32), np.zeros((shape[0], 2), np.int32)
+        entering = np.full((*shape, self.num_rows), NOTHING, np.int32)
         leaving = np.full((*shape, self.room), NOTHING, np.int32)
-        arriving = np.full((*shape, 2, self.room), NOTHING, np.int32)
-        last = self.schedule.chunks - 1
         for (kind, chunk, m), tick in self.schedule.ticks.items():
             stage = self.stages[chunk]
-            values[tick, stage] = self.values[stage, m]
-            exist[tick, stage] = 0, made[chunk + (kind != FORWARD)]
+            at = tick, stage
+            values[at] = self.values[stage, m]
             if kind not in (FORWARD, BACKWARD):
                 continue
-            slots, receiver, rows = self._message(kind, chunk)
-            result[tick, stage] = slots[stage, m]
+            # Rows that came with a chunk's input are those whose gradients go back with the input's.
+            before, behind = self._window(chunk), self._window(chunk + 1)
+            slots, came, goes, onward, earlier = (
+                (self.values, before, behind, chunk + 1, range(chunk))
+                if kind == FORWARD
+                else (self.sums, behind, before, chunk - 1, range(chunk + 1, last + 1))
+            )
+            result[at] = slots[stage, m]
+            from_head = kind == BACKWARD and chunk == last
+            fresh[at] = not from_head and stage not in [self.stages[c] for c in earlier]
+            entering[at][list(came)] = range(len(came))
+            leaving[at][: len(goes)] = goes
             if kind == FORWARD and chunk == last:
                 deposit[tick] = self.sums.get((stage, m), 0)
-            if kind == BACKWARD:
-                summed[tick, stage] = self._summed(chunk)
-            if len(rows):
-                way = route(stage, receiver, self.schedule.stages)
-                assert way != STAY, "a stage has its own rows"
-                places = [slots[receiver, m] * self.num_rows + row for row in rows]
-                leaving[tick, stage, : len(rows)] = rows
-                arriving[tick + 1, receiver, way, : len(rows)] = places
-        travelling = (arriving != NOTHING).sum(-1).max(1).astype(np.int32)
+            if len(goes):
+                way = route(stage, self.stages[onward], self.schedule.stages)
+                travelling[tick + 1, way] = max(travelling[tick + 1, way], len(goes))
         return dict(
             values=values,
             result=result,
+            fresh=fresh,
             deposit=deposit,
-            exist=exist,
-            summed=summed,
+            entering=entering,
             leaving=leaving,
-            arriving=arriving,
             travelling=travelling,
         )
 
-    def _summed(self, chunk: int) -> tuple[int, int]:
-        """Rows whose gradients must have come before a chunk's backward: for a stage's first those of its message alone."""
-        if chunk + 1 == self.schedule.chunks or self.stages[chunk] in self.stages[chunk + 1 :]:
-            return 0, self.num_rows
-        rows = self.windows[chunk + 1]
-        return rows.start, rows.stop
-
-    def _message(self, kind: int, chunk: int) -> tuple[dict[tuple[int, ...], int], int, Rows]:
-        """Slots that an operation of this kind writes, the receiver of its message, and the rows in it."""
-        if kind == FORWARD:
-            onward = min(chunk + 1, self.schedule.chunks - 1)
-            rows = self.windows[onward] if onward > chunk else range(0)
-            return self.values, self.stages[onward], rows
-        return self.sums, self.stages[max(chunk - 1, 0)], self.windows[chunk]
+    def _window(self, chunk: int) -> Rows:
+        return self.windows[chunk] if chunk < self.schedule.chunks else range(0)
 
     def traffic(self) -> Traffic:
         """Rows sent in one step."""

@@ -72,8 +72,9 @@ class Relay:
         """Rows of one microbatch, of all chunks."""
         return sum(self.appended)
 
-    @property
+    @functools.cached_property
     def stages(self) -> list[int]:
+        """Of each chunk."""
         return [self.schedule.stage_of(c) for c in range(self.schedule.chunks)]
 
     @functools.cached_property
@@ -140,6 +141,8 @@ class Relay:
         tick in which they arrive.
         """
         shape, last = self.schedule.mail.shape, self.schedule.chunks - 1
+        last_chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
+        first_chunk = {self.stages[chunk]: chunk for chunk in reversed(range(last + 1))}
         values, result, fresh = (np.zeros(shape, np.int32) for _ in range(3))
         deposit, travelling = np.zeros(shape[0], np.int32), np.zeros((shape[0], 2), np.int32)
         entering = np.full((*shape, self.num_rows), NOTHING, np.int32)
@@ -152,14 +155,13 @@ class Relay:
                 continue
             # Rows that came with a chunk's input are those whose gradients go back with the input's.
             before, behind = self._window(chunk), self._window(chunk + 1)
-            slots, came, goes, onward, earlier = (
-                (self.values, before, behind, chunk + 1, range(chunk))
+            slots, came, goes, onward, first = (
+                (self.values, before, behind, chunk + 1, first_chunk[stage])
                 if kind == FORWARD
-                else (self.sums, behind, before, chunk - 1, range(chunk + 1, last + 1))
+                else (self.sums, behind, before, chunk - 1, last_chunk[stage])
             )
             result[at] = slots[stage, m]
-            from_head = kind == BACKWARD and chunk == last
-            fresh[at] = not from_head and stage not in [self.stages[c] for c in earlier]
+            fresh[at] = chunk == first and (kind, chunk) != (BACKWARD, last)
             entering[at][list(came)] = range(len(came))
             leaving[at][: len(goes)] = goes
             if kind == FORWARD and chunk == last:

@@ -6,6 +6,7 @@ that an operation can tell whether it found its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -92,28 +93,30 @@ class Rows(NamedTuple):
     """Of the operation's stage."""
     m: jax.Array
 
-    def values(self, arrived: Tree = None) -> tuple[History, jax.Array]:
-        """The rows, with those that have arrived; 1 if the slot is another microbatch's, else 0."""
+    def values(self) -> tuple[History, jax.Array]:
+        """The rows as the forward left them; 1 if the slot is another microbatch's, else 0."""
         if not self.box:
             return (), jnp.int32(0)
-        name, values = take(self.box, self.columns["values"])
-        # A forward may be the first to use its slot: then all rows that exist have arrived.
-        wrong = (name != 1 + self.m) & ((arrived is None) | (self.columns["fresh"] == 0))
-        if arrived is not None:
-            values = self._arrange(lambda before, new: new, values, arrived)
-        return (name, values), wrong.astype(jnp.int32)
+        history = take(self.box, self.columns["values"])
+        return history, (history[0] != 1 + self.m).astype(jnp.int32)
 
-    def sums(self, arrived: Tree) -> tuple[History, jax.Array]:
-        """Sums of the rows' gradients, with those that have arrived; 1 if the slot is another microbatch's, else 0."""
+    def extended(self, arrived: Tree) -> tuple[History, jax.Array]:
+        """The rows for a forward, with those that have arrived."""
+        return self._result(lambda before, new: new, arrived)
+
+    def summed(self, arrived: Tree) -> tuple[History, jax.Array]:
+        """Sums of the rows' gradients for a backward, with those that have arrived."""
+        return self._result(jnp.add, arrived)
+
+    def _result(self, how: Callable, arrived: Tree) -> tuple[History, jax.Array]:
+        """What is in the slot of the result, zeros if it is fresh, and what has arrived; 1 if it is another's, else 0."""
         if not self.box:
             return (), jnp.int32(0)
-        name, sums = take(self.box, self.columns["result"])
-        fresh = self.columns["fresh"] > 0
-        wrong = (name != 1 + self.m) & ~fresh
-        sums = jax.tree.map(lambda a: jnp.where(fresh, 0, a), sums)
-        return (name, self._arrange(jnp.add, sums, arrived)), wrong.astype(jnp.int32)
+        (name, rows), fresh = take(self.box, self.columns["result"]), self.columns["fresh"] > 0
+        rows = jax.tree.map(lambda a: jnp.where(fresh, 0, a), rows)
+        return (name, self._arrange(how, rows, arrived)), ((name != 1 + self.m) & ~fresh).astype(jnp.int32)
 
-    def _arrange(self, how, rows: Tree, arrived: Tree) -> Tree:
+    def _arrange(self, how: Callable, rows: Tree, arrived: Tree) -> Tree:
         """Rows that have arrived, brought together with those that were there."""
         source = self.columns["entering"]
 

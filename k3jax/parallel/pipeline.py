@@ -136,7 +136,7 @@ def run(
 
     def forward(v, m, name, read, take_stored, rows):
         stream, arrived, misplaced = read()
-        history, wrong = rows.values(arrived)
+        history, wrong = rows.extended(arrived)
         args = weights(v), histories.join(stream, history), extras(v, m)
         made, (joined, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
         stream, history = histories.part(joined, m)
@@ -153,7 +153,7 @@ def run(
     def backward(v, m, name, read, take_stored, rows):
         assert pullback is not None
         (d_stream, arrived, misplaced), (stored, wrong) = read(), take_stored(BACKWARD)
-        (history, lacking), (sums, unsummed) = rows.values(), rows.sums(arrived)
+        (history, lacking), (sums, unsummed) = rows.values(), rows.summed(arrived)
         inputs = (weights(v), history[1:], extras(v, m)), stored, histories.join(d_stream, sums)
         if split:
             made, joined = pullback.backward_input(*inputs)

@@ -133,7 +133,7 @@ class Relay:
     def columns(self) -> dict[str, Int32[np.ndarray, "ticks *more"]]:
         """For the executor; [tick, stage, ...] unless said otherwise, −1 for unused places.
 
-        values: slot of the rows that the operation reads. result: slot of what it makes, which holds what it is made from:
+        values: slot of the microbatch's rows. result: slot of what it makes, which holds what it is made from:
         of all rows for a forward, of sums of their gradients for a backward; others hand back slot 0 as it is. fresh: 1 if
         there is nothing in the slot of the result yet. deposit [tick]: slot on the last stage for the gradients of the head.
         entering [..., num_rows]: for each row its place in the operation's message. leaving [..., room]: the rows that go

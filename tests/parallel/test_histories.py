@@ -1,6 +1,5 @@
 """Chunks that append rows and read all earlier ones: the executor, which moves few of them, equals a plain loop."""
 
-import dataclasses
 import functools
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.parallel import histories, pipeline
 from k3jax.parallel.relay import Relay
-from k3jax.parallel.schedules import build, forward_only
+from k3jax.parallel.schedules import BACKWARD, FORWARD, build, forward_only
 from meshes import MeshSpec
 
 # Rows, T tokens, D model: of the toy.
@@ -149,25 +148,28 @@ def test_a_forward_table_gives_the_loss_alone():
     np.testing.assert_allclose(loss, plain(params, ids, targets, (1, 0, 2, 1)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("fault", ["values", "result"])
-def test_a_slot_of_another_microbatch_is_noticed_when_it_runs(monkeypatch, fault):
-    schedule = build("1f1b", stages=2, microbatches=3)
+@pytest.mark.parametrize(
+    ("column", "operation"),
+    [("values", (BACKWARD, 0, 1)), ("result", (FORWARD, 2, 1)), ("result", (BACKWARD, 1, 0)), ("deposit", (FORWARD, 3, 1))],
+)
+def test_a_slot_of_another_microbatch_is_noticed_when_it_runs(monkeypatch, column, operation):
+    schedule = build("interleaved_1f1b", stages=2, virtual=2, microbatches=3)
     ids, targets = toy.toy_tokens(3, 2)
 
     class Wrong(Relay):
         @functools.cached_property
         def columns(self):
-            good = super().columns
-            slots = good[fault].copy()
-            slots[-2, 0] = (slots[-2, 0] + 1) % self.num_slots
-            return good | {fault: slots}
+            slots = super().columns[column].copy()
+            tick, stage = schedule.ticks[operation], schedule.stage_of(operation[1])
+            at = (tick,) if column == "deposit" else (tick, stage)
+            slots[at] = (slots[at] + 1) % self.num_slots
+            return super().columns | {column: slots}
 
-    assert (schedule.table[-2, 0, 0], dataclasses.fields(Wrong)) != (0, ())
     monkeypatch.setattr(histories, "Relay", Wrong)
-    assert executed(schedule, (1, 1))(toy_params(2), ids, targets)[1] > 0
+    assert executed(schedule, (1, 1, 1, 0))(toy_params(4), ids, targets)[1] > 0
 
 
-def permuted_rows(jaxpr, times=1) -> list[tuple[int, ...]]:
+def permuted_rows(jaxpr) -> list[tuple[int, ...]]:
     """Shapes of all permutes' operands."""
     found = []
     for eqn in jaxpr.eqns:

@@ -42,16 +42,19 @@ def memory(step: TrainStep) -> list[Part]:
     of = lambda name: bytes_per_rank(getattr(step.state_shapes, name), getattr(shardings, name))
 
     def trace(program: pipeline.Program, params: Any):
-        example = pipeline.example_of(program, params)
-        return nbytes(params), nbytes(example[1]), of_program(step, program, example)
+        example, histories = pipeline.example_of(schedule, program, params)
+        message = histories.part(example[1], jnp.int32(0))[0], histories.no_rows
+        sizes = nbytes(params), nbytes(message), nbytes(histories.empty())
+        return *sizes, of_program(step, program, example, histories)
 
-    cast, message, leaves = step.on_one_rank(trace)
+    cast, message, history, leaves = step.on_one_rank(trace)
     copied = 0 if cast == of("params") else cast
     constant = [
         ("parameters", of("params")),
         ("optimizer state", of("opt_state") + of("balance")),
         (f"parameters in {step.config.dtype}", copied),
         ("gradients", gradients(step)),
+        ("residual blocks", history),
     ]
     parts = [Part(name, size, np.full(schedule.mail.shape, size)) for name, size in constant if size]
     slots = schedule.num_mail_slots + 2  # one takes what nobody waits for, and one is on its way

@@ -47,9 +47,7 @@ def problem():
 
 def with_history(stream, history, weights, shared):
     _, (flags, bias) = problem()
-    return scan_history(
-        step, stream, history, weights=weights, inputs=flags, shared_weights=shared, shared_inputs=bias
-    )
+    return scan_history(step, stream, history, weights=weights, inputs=flags, shared_weights=shared, shared_inputs=bias)
 
 
 def with_scan(stream, history, weights, shared):

@@ -150,7 +150,12 @@ def test_a_forward_table_gives_the_loss_alone():
 
 @pytest.mark.parametrize(
     ("column", "operation"),
-    [("values", (BACKWARD, 0, 1)), ("result", (FORWARD, 2, 1)), ("result", (BACKWARD, 1, 0)), ("deposit", (FORWARD, 3, 1))],
+    [
+        ("values", (BACKWARD, 0, 1)),
+        ("result", (FORWARD, 2, 1)),
+        ("result", (BACKWARD, 1, 0)),
+        ("deposit", (FORWARD, 3, 1)),
+    ],
 )
 def test_a_slot_of_another_microbatch_is_noticed_when_it_runs(monkeypatch, column, operation):
     schedule = build("interleaved_1f1b", stages=2, virtual=2, microbatches=3)
@@ -192,4 +197,4 @@ def test_the_program_moves_as_many_rows_as_the_count_says():
     counts = [set(relay.columns["travelling"][:, way].tolist()) - {0} for way in (0, 1)]
     assert sorted(shape[0] for shape in shapes) == sorted([*counts[0], *counts[1]])
     assert max(shape[0] for shape in shapes) == relay.room < relay.num_rows
-    assert relay.traffic().moved == 4 * int(relay.columns["travelling"].sum())
+    assert relay.traffic(1).moved == 4 * int(relay.columns["travelling"].sum())

@@ -255,7 +255,7 @@ def chunk(
 
     def group(prefix, blocks, weights, inputs, dense, tokens):
         stream = Stream(checkpoint_name(prefix, "group.in"), blocks)
-        (prefix, blocks), stats = wrapped(stream, weights, *inputs, dense, Tokens(*tokens, axes))
+        (prefix, blocks), stats = wrapped(stream, weights, *inputs, dense, Tokens(*tokens, axes=axes))
         return prefix, blocks, stats
 
     prefix, blocks, stats = scan_history(
@@ -311,13 +311,13 @@ def run_layer(
     The attention site mixes over the blocks made *before* this layer; only then may the entering prefix become a block.
     """
     prefix, blocks = stream
-    if config.num_blocks:
+    if blocks is not None:
         h = layer.attn_mix(prefix, blocks, flags["attn_blocks"])
         blocks, prefix = begin_block(prefix, blocks, flags)
     else:
         h = prefix
     prefix = prefix + checkpoint_name(layer.attn(layer.attn_norm(h), tokens), "attn.out")
-    h = layer.ffn_mix(prefix, blocks, flags["ffn_blocks"]) if config.num_blocks else prefix
+    h = layer.ffn_mix(prefix, blocks, flags["ffn_blocks"]) if blocks is not None else prefix
     out, stats = feed_forward(config, layer, dense, layer.ffn_norm(h), bias_E, flags["dense"], tokens)
     return Stream(prefix + checkpoint_name(out, "ffn.out"), blocks), stats
 

@@ -20,7 +20,7 @@ from k3jax.activations.leaves import Origin, output_origins
 from k3jax.compat import vary_like
 
 Tree = Any
-Step = Callable[[Tree, Tree, Tree, Tree, Tree, Tree], tuple[Tree, Tree, Tree]]
+Step = Callable[..., tuple[Tree, Tree, Tree]]
 
 
 def history_name(leaf: int) -> str:
@@ -110,6 +110,6 @@ def _handed_in(origin: Any, num_stream: int) -> Callable[[list], Any] | None:
         return None
     if origin.constant is not None:
         return lambda given: origin.constant
-    if origin.input is not None and origin.input >= num_stream:
-        return lambda given: given[origin.input]
+    if (index := origin.input) is not None and index >= num_stream:
+        return lambda given: given[index]
     return None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
 
 from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, UP, Life, Schedule, assign, route
 
@@ -38,14 +37,14 @@ def windows(stage_of: Sequence[int], appended: Sequence[int]) -> list[Rows]:
 
 
 class Traffic(NamedTuple):
-    """Rows sent in one step, forward and backward, all stages together."""
+    """Bytes of rows sent in one step, forward and backward, all stages together."""
 
     useful: int
-    """Those that their receiver needs: what a cache at each stage leaves to send."""
+    """Of rows that their receiver lacks."""
     moved: int
-    """What permutes carry: in a tick, every stage sends as many rows as the one that sends most."""
+    """What permutes carry: in a tick every stage sends as many rows one way as the one that sends most."""
     naive: int
-    """All that exist, with every message: without a cache."""
+    """Of all rows that exist, with every message between two stages: without a cache."""
     naive_moved: int
     """What permutes would carry if every message had room for all rows."""
 
@@ -182,15 +181,16 @@ class Relay:
     def _window(self, chunk: int) -> Rows:
         return self.windows[chunk] if chunk < self.schedule.chunks else range(0)
 
-    def traffic(self) -> Traffic:
-        """Rows sent in one step."""
+    def traffic(self, row_bytes: int) -> Traffic:
+        """What one step sends. `row_bytes`: of one row of one microbatch on a rank."""
         schedule = self.schedule
         times = schedule.microbatches * (2 if BACKWARD in schedule.kinds else 1)
         exist = np.cumsum((0, *self.appended))
         crossing = [c for c in range(1, schedule.chunks) if self.stages[c] != self.stages[c - 1]]
-        return Traffic(
+        rows = Traffic(
             useful=times * sum(map(len, self.windows)),
             moved=schedule.stages * int(self.columns["travelling"].sum()),
             naive=times * int(sum(exist[c] for c in crossing)),
             naive_moved=schedule.stages * self.num_rows * int(schedule.moves[:, [UP, DOWN]].sum()),
         )
+        return Traffic(*(row_bytes * number for number in rows))

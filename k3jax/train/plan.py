@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from k3jax.parallel.relay import Relay
 from k3jax.parallel.zero import BUFFERS, bytes_per_parameter
 from k3jax.parameters import count, count_by_group
 from k3jax.train.config import StepConfig
@@ -56,7 +58,21 @@ def _schedule(step: TrainStep) -> Rows:
         ("schedule", f"{schedule.name}, {schedule.num_ticks} ticks"),
         ("bubble fraction", f"{lockstep:.3f} in lock-step, {free:.3f} free-running"),
         ("in flight", f"{runs(schedule.in_flight().tolist())} chunk activations per stage"),
+        *_residual_blocks(step),
     ]
+
+
+def _residual_blocks(step: TrainStep) -> Rows:
+    """What their messages cost, where layers read blocks that other stages made."""
+    config, mesh, begun = step.config, step.resolved.mesh, step.layout.blocks_begun
+    if mesh.pipe == 1 or not begun:
+        return []
+    tokens = config.global_batch * config.seq_len // (config.microbatches * mesh.data * mesh.expert * mesh.context)
+    row = tokens * config.model.hidden_size * jnp.dtype(config.dtype).itemsize
+    relay = Relay(step.resolved.schedule, begun)
+    useful, moved, _, naive = (in_bytes(number // mesh.pipe) for number in relay.traffic(row))
+    kept = f"{relay.num_rows} blocks of {relay.num_values} microbatches kept on a stage"
+    return [("residual blocks", f"{kept}; a step sends {moved}, {useful} of use, where all would be {naive}")]
 
 
 def _parameters(step: TrainStep) -> Rows:

@@ -197,4 +197,4 @@ def test_the_program_moves_as_many_rows_as_the_count_says():
     counts = [set(relay.columns["travelling"][:, way].tolist()) - {0} for way in (0, 1)]
     assert sorted(shape[0] for shape in shapes) == sorted([*counts[0], *counts[1]])
     assert max(shape[0] for shape in shapes) == relay.room < relay.num_rows
-    assert relay.traffic().moved == 4 * int(relay.columns["travelling"].sum())
+    assert relay.traffic(1).moved == 4 * int(relay.columns["travelling"].sum())

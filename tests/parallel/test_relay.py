@@ -81,8 +81,8 @@ def test_rows_on_a_ring_are_as_many_as_the_papers_count(stages, virtual, rows):
     """P(P − 1)/2 + (V − 1) P (P − 1) chunks' rows with a cache, C(C − 1)/2 without. arXiv:2603.15031."""
     schedule = build("interleaved_1f1b", stages=stages, virtual=virtual, microbatches=stages)
     chunks = stages * virtual
-    traffic = Relay(schedule, (rows,) * chunks).traffic()
-    times = 2 * stages * rows  # there and back, for each microbatch
+    traffic = Relay(schedule, (rows,) * chunks).traffic(row_bytes=10)
+    times = 2 * stages * rows * 10  # there and back, for each microbatch
     first, later = stages * (stages - 1) // 2, (virtual - 1) * stages * (stages - 1)
     assert traffic.useful == times * (first + later)
     assert traffic.naive == (times * chunks * (chunks - 1) // 2 if stages > 1 else 0)

@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from k3jax.activations.residency import by_tick, reserved, resident
 from k3jax.parallel import pipeline
 from k3jax.parallel.schedules import Schedule
-from k3jax.train.plan import bytes_per_rank
+from k3jax.train.plan import bytes_per_rank, gradient_bytes
 from k3jax.train.step import TrainStep
 from k3jax.train.stored import StoredLeaf, of_program
 
@@ -43,13 +43,12 @@ def memory(step: TrainStep) -> list[Part]:
         return nbytes(params), nbytes(example[1]), of_program(step, program, example)
 
     cast, message, leaves = step.on_one_rank(trace)
-    gradients = bytes_per_rank(step.state_shapes.params, shardings.params)
     copied = 0 if cast == of("params") else cast
     constant = [
         ("parameters", of("params")),
         ("optimizer state", of("opt_state") + of("balance")),
         (f"parameters in {step.config.dtype}", copied),
-        ("gradients", gradients),
+        ("gradients", gradient_bytes(step)),
     ]
     parts = [Part(name, size, np.full(schedule.mail.shape, size)) for name, size in constant if size]
     slots = schedule.num_mail_slots + 2  # one takes what nobody waits for, and one is on its way

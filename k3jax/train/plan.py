@@ -105,7 +105,9 @@ def _each(config: StepConfig, replicas: int) -> str:
 
 
 def buffer_bytes(step: TrainStep) -> int:
-    """Of a rank's buffers for the gradients of chunks, where they are sharded."""
+    """Of a rank's buffers for the gradients of chunks; 0 where those are whole."""
+    if not step.owners:
+        return 0
     elements = sum(o.owned * o.replicas for o in jax.tree.leaves(step.owners["chunks"]))
     return 4 * min(BUFFERS, step.config.virtual) * elements
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from k3jax.activations.history import scan_history
 from k3jax.compat import vary_like
 from k3jax.configs import KDA as KDA_KIND
 from k3jax.configs import ModelConfig
@@ -37,8 +38,8 @@ class Stream(NamedTuple):
 
     prefix: Float[Array, "B T D"]
     """Running sum of the current residual block (of all layers for plain residuals)."""
-    blocks: Float[Array, "N B T D"]
-    """Completed blocks, the embedding first; zeros where not yet made."""
+    blocks: Float[Array, "N B T D"] | None
+    """Completed blocks, the embedding first; no matter what where not yet made. None for plain residuals."""
 
 
 class Batch(NamedTuple):
@@ -191,7 +192,7 @@ def embed(
     x_BTD = jnp.where(mine_BT[..., None], table_WD[jnp.clip(local_BT, 0, rows - 1)], 0).astype(dtype)
     if axes.pipe is not None:
         x_BTD = lax.psum(x_BTD, axes.pipe)
-    return Stream(x_BTD, jnp.zeros((num_blocks, *x_BTD.shape), dtype))
+    return Stream(x_BTD, jnp.zeros((num_blocks, *x_BTD.shape), dtype) if num_blocks else None)
 
 
 def head_logits(
@@ -203,7 +204,7 @@ def head_logits(
     """
     head = bind(config, "head", params)
     on_last = lambda x: x if axes.pipe is None else jnp.where(is_last, x, 0)  # elsewhere it is leftovers: keep it out
-    prefix, blocks = on_last(stream.prefix), on_last(stream.blocks)
+    prefix, blocks = jax.tree.map(on_last, stream)
     h_BTD = head.mix(prefix, blocks, config.num_blocks) if config.num_blocks else prefix
     h_BTD = on_last(head.norm(h_BTD))
     if axes.pipe is not None:
@@ -247,16 +248,25 @@ def chunk(
 
     weights: {"chunk": {p: [J, ...]}, "dense": [n, ...]}. bias: {p: [J, E]}. flags: the chunk's tables, [J, P] each.
     checkpoint: wraps one group of layers, the unit of recomputation; groups are scanned, so that the program does not
-    grow with depth.
+    grow with depth. Backward is given the blocks as they are in the end, so that a group stores its prefix alone: later
+    blocks mean nothing to a mix, which is told how many exist.
     """
-    tokens = Tokens(batch.segment_ids, batch.tokens, axes)
     wrapped = checkpoint(functools.partial(run_group, config, layout))
 
-    def group(stream, inputs):
-        stream = jax.tree.map(lambda a: checkpoint_name(a, "group.in"), stream)
-        return wrapped(stream, *inputs, weights["dense"], tokens)
+    def group(prefix, blocks, weights, inputs, dense, tokens):
+        stream = Stream(checkpoint_name(prefix, "group.in"), blocks)
+        (prefix, blocks), stats = wrapped(stream, weights, *inputs, dense, Tokens(*tokens, axes))
+        return prefix, blocks, stats
 
-    return lax.scan(group, stream, (weights["chunk"], bias, flags))
+    prefix, blocks, stats = scan_history(
+        group,
+        *stream,
+        weights=weights["chunk"],
+        inputs=(bias, flags),
+        shared_weights=weights["dense"],
+        shared_inputs=(batch.segment_ids, batch.tokens),
+    )
+    return Stream(prefix, blocks), stats
 
 
 def run_group(

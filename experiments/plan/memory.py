@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
     asked = parse(PlanMemory, argv, prog=prog)
     step = asked.train_step()
     parts = memory(step)
-    header = ("bytes for", "allocated", "in use, most", "in use, mean")
-    print_table(header, [row(part) for part in parts] + [row(total(parts))], header[1:])
+    header = ("bytes for", "place", "allocated", "in use, most", "in use, mean")
+    print_table(header, [row(part) for part in parts] + [row(total(parts))], header[2:])
     everything = total(parts).alive
     print(f"\nin use over {len(everything)} ticks, of {in_bytes(total(parts).reserved)} allocated:")
     for stage in range(everything.shape[1]):
@@ -53,15 +53,22 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
         print(f"\n{asked.picture}")
 
 
-def row(part: Part) -> tuple[str, str, str, str]:
+def row(part: Part) -> tuple[str, ...]:
     """Cells of a part: the most on any rank, and the mean over ranks of their peaks."""
     peaks = part.alive.max(axis=0)
-    return part.name, in_bytes(part.reserved), in_bytes(int(peaks.max())), in_bytes(round(float(peaks.mean())))
+    return (
+        part.name,
+        part.place,
+        in_bytes(part.reserved),
+        in_bytes(int(peaks.max())),
+        in_bytes(round(float(peaks.mean()))),
+    )
 
 
 def total(parts: Sequence[Part]) -> Part:
-    alive = np.sum([part.alive for part in parts], axis=0)
-    return Part("total", sum(part.reserved for part in parts), alive)
+    """Of the device."""
+    here = [part for part in parts if part.place == "device"]
+    return Part("total", sum(part.reserved for part in here), np.sum([part.alive for part in here], axis=0))
 
 
 def bars(values: np.ndarray, most: int, width: int = 96) -> str:

@@ -34,6 +34,14 @@ class Origin(NamedTuple):
         return bool(self.names)
 
 
+class Unknown(NamedTuple):
+    """A leaf that is neither an input nor a named value."""
+
+    aval: Any
+    found: list[str]
+    """Where walks end."""
+
+
 def names_in(jaxpr: core.Jaxpr) -> frozenset[str]:
     """All names that a program tags, in its sub-programs too."""
     found = {e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
@@ -50,10 +58,25 @@ def leaf_origins(function: Callable, *args: Any) -> list[Origin]:
 
     Raises ValueError for a leaf that is neither an input nor named: nothing could say what to do with it.
     """
-    closed = jax.make_jaxpr(function)(*args)
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     origins = []
-    for index, var in enumerate(closed.jaxpr.outvars):
+    for index, origin in enumerate(output_origins(jax.make_jaxpr(function)(*args))):
+        if isinstance(origin, Unknown):
+            raise ValueError(
+                f"leaf {index} of the pullback, {origin.aval}, is neither an input nor a named value "
+                f"(found {origin.found}): tag what produced it with checkpoint_name"
+            )
+        origins.append(origin)
+    return origins
+
+
+def output_origins(closed: core.ClosedJaxpr) -> list[Origin | Unknown]:
+    """Origin of each output of a program."""
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    origins: list[Origin | Unknown] = []
+    for var in closed.jaxpr.outvars:
+        if isinstance(var, core.Literal):
+            origins.append(Origin(constant=var.val))
+            continue
         if var in constants and not isinstance(constants[var], Tracer):
             origins.append(Origin(constant=constants[var]))
             continue
@@ -64,10 +87,7 @@ def leaf_origins(function: Callable, *args: Any) -> list[Origin]:
         elif len(found) == 1 and isinstance(only := next(iter(found)), int):
             origins.append(Origin(input=only))
         else:
-            raise ValueError(
-                f"leaf {index} of the pullback, {var.aval}, is neither an input nor a named value "
-                f"(found {sorted(map(str, found))}): tag what produced it with checkpoint_name"
-            )
+            origins.append(Unknown(var.aval, sorted(map(str, found))))
     return origins
 
 

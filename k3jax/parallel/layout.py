@@ -108,6 +108,15 @@ class StackLayout:
         tables = dict(active=active, dense=dense, starts=starts, attn_blocks=attn_blocks, ffn_blocks=ffn_blocks)
         return {name: table.astype(np.int32) for name, table in tables.items()}
 
+    @property
+    def blocks_begun(self) -> tuple[int, ...]:
+        """How many residual blocks begin in each chunk, in the order of chunks; () for plain residuals."""
+        if self.config.attn_res_block is None:
+            return ()
+        begun = self.flag_tables["starts"].sum((2, 3))
+        chunks = range(self.num_chunks)
+        return tuple(int(begun[stage_of(c, self.stages, self.placement), c // self.stages]) for c in chunks)
+
     def flags(self, p: int, traced: dict[str, jax.Array]) -> dict[str, Flag]:
         """The flags of slot p in a group: Python integers where all groups agree, else the traced values.
 

@@ -5,6 +5,9 @@ and files what it made. A forward's message is the stream, a backward's its grad
 both. Forward runs `jax.vjp` of the chunk and stores the leaves of its pullback; backward takes them out again: no
 automatic differentiation goes through the schedule.
 
+Chunks may also append rows to a history that all later chunks and the head read. It does not travel: each stage keeps its
+own, and messages carry the rows that their receiver lacks, or gradients of them (`relay.py`).
+
 Rules that keep it right and fast (docs/step.md):
 - a rank-dependent branch may hold grouped collectives over data, expert and context, never a `ppermute`;
 - what communicates over pipe (messages, embedding, head) stands in branches on tick-wide columns, the same on all ranks;
@@ -25,6 +28,7 @@ from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.stores import Stores, Traffic
 from k3jax.parallel.boxes import add_at, empty, post, take, vary
 from k3jax.parallel.gradient_sums import ShardedSums, WholeSums
+from k3jax.parallel.histories import Histories
 from k3jax.parallel.pullback import Args, Pullback
 from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, WEIGHT, Schedule
 from meshes import AXES
@@ -44,6 +48,10 @@ class Program(NamedTuple):
     """(v, m) -> inputs of the chunk that have no gradient."""
     head: Callable[[Tree, Tree, jax.Array, jax.Array], jax.Array]
     """(params["head"], stream, m, is_last) -> this rank's sum of losses. May communicate over pipe."""
+    appended: tuple[int, ...] = ()
+    """Rows, each like the stream, that every chunk appends to the history; () if there is none. If there is, chunk and head
+    take (stream, rows) as stream, and chunk returns it: all rows of the model, those to come with any finite values, on which
+    nothing may depend. A chunk fills in its own."""
 
 
 KEEP_ALL = ActivationPolicy.parse("*=keep")
@@ -68,6 +76,10 @@ class Made(NamedTuple):
 
     message: Tree
     """The stream, or its gradient."""
+    leaving: Tree
+    """Rows of the history, or gradients of them, that go with the message."""
+    history: Tree
+    """What the slot of the operation's result holds from now on."""
     stored: Tree
     """As `Stores.encode` makes it."""
     counts: Tree
@@ -96,12 +108,12 @@ def run(
     weights = lambda v: {"chunk": take(params["chunks"], v), "dense": params["dense"]}
     extras = lambda v, m: vary(program.extras(v, m))
 
-    example = example_of(program, params)
-    no_stream = example[1]
+    example, histories = example_of(schedule, program, params)
+    no_stream, _ = histories.part(example[1], jnp.int32(0))
     no_counts = zeros(jax.eval_shape(lambda *args: program.chunk(*args)[1], *example))
     no_loss = vary(jnp.zeros(()), REPLICAS)
     split = WEIGHT in schedule.kinds
-    pullback = pullback_of(schedule, program, example) if BACKWARD in schedule.kinds else None
+    pullback = pullback_of(schedule, program, example, histories) if BACKWARD in schedule.kinds else None
     shapes = pullback.shapes if pullback else {}
     stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
     no_name = vary(jnp.int32(0))
@@ -109,9 +121,10 @@ def run(
     contents = stores.encode(zeros(shapes), no_name)
     no_weights = zeros(example[0]) if pullback else None
     carry = dict(
-        mail=empty((no_name, no_stream), schedule.num_mail_slots + 1),
+        mail=empty((no_name, no_stream, histories.no_rows), schedule.num_mail_slots + 1),
         stores=stores.empty(contents),
-        sent=(no_name, no_stream),
+        histories=histories.empty(),
+        sent=(no_name, no_stream, histories.no_rows),
         misplaced=no_name,
         traffic=vary(Traffic(*[jnp.float32(0)] * 3)),
         counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
@@ -119,32 +132,47 @@ def run(
         grads=zeros(params, jnp.float32) | {"chunks": sums.empty(params["chunks"])} if pullback else None,
     )
 
-    def idle(v, m, name, read, boxes, row):
-        return Made(no_stream, stores.unchanged(boxes), no_counts, no_weights, no_name)
+    def idle(v, m, name, read, boxes, row, rows):
+        return Made(
+            no_stream, histories.no_rows, rows.unchanged(), stores.unchanged(boxes), no_counts, no_weights, no_name
+        )
 
-    def forward(v, m, name, read, boxes, row):
-        stream, misplaced = read()
-        args = weights(v), stream, extras(v, m)
-        made, (stream, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
+    def forward(v, m, name, read, boxes, row, rows):
+        stream, arrived, misplaced = read()
+        history, wrong = rows.extended(arrived)
+        args = weights(v), histories.join(stream, history), extras(v, m)
+        made, (joined, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
+        stream, history = histories.part(joined, m)
         stored = stores.unchanged(boxes) | stores.encode(made, name)
-        return Made(stream, stored, counts, no_weights, misplaced)
+        return Made(stream, rows.leaving(history), history, stored, counts, no_weights, misplaced + wrong)
 
-    def backward(v, m, name, read, boxes, row):
+    def backward(v, m, name, read, boxes, row, rows):
         assert pullback is not None
-        (d_stream, misplaced), (found, wrong) = read(), stores.take(BACKWARD, boxes, row["stores"], stage, name)
-        inputs, made, d_weights = (weights(v), extras(v, m), found, d_stream), {}, no_weights
+        (d_stream, arrived, misplaced), (found, wrong) = (
+            read(),
+            stores.take(BACKWARD, boxes, row["stores"], stage, name),
+        )
+        (history, lacking), (d_history, unsummed) = rows.values(), rows.summed(arrived)
+        inputs = (weights(v), history[1:], extras(v, m)), found, histories.join(d_stream, d_history)
+        made, d_weights = {}, no_weights
         if split:
-            made, d_stream = pullback.backward_input(*inputs)
+            made, joined = pullback.backward_input(*inputs)
         else:
-            d_weights, d_stream = pullback.backward(*inputs)
+            d_weights, joined = pullback.backward(*inputs)
+        d_stream, d_history = histories.part(joined, m)
         stored = stores.unchanged(boxes) | stores.encode(made, name)
-        return Made(d_stream, stored, no_counts, d_weights, misplaced + wrong)
+        misplaced += wrong + lacking + unsummed
+        return Made(d_stream, rows.leaving(d_history), d_history, stored, no_counts, d_weights, misplaced)
 
-    def weight(v, m, name, read, boxes, row):
+    def weight(v, m, name, read, boxes, row, rows):
         assert pullback is not None
-        found, misplaced = stores.take(WEIGHT, boxes, row["stores"], stage, name)
-        d_weights = pullback.backward_weights(weights(v), extras(v, m), found)
-        return Made(no_stream, stores.unchanged(boxes), no_counts, d_weights, misplaced)
+        (found, misplaced), (history, lacking) = (
+            stores.take(WEIGHT, boxes, row["stores"], stage, name),
+            rows.values(),
+        )
+        d_weights = pullback.backward_weights((weights(v), history[1:], extras(v, m)), found)
+        made = idle(v, m, name, read, boxes, row, rows)
+        return made._replace(d_weights=d_weights, misplaced=misplaced + lacking)
 
     branches = [idle, forward, backward, weight][: 1 + len(schedule.kinds)]
     of_kind = schedule.chunks * schedule.microbatches
@@ -155,24 +183,27 @@ def run(
         v, slot = chunk // stages, row["mail"][stage]
         # Names of what is stored and of messages, by who reads them: an operation checks that it finds its own.
         name = vary(1 + chunk * schedule.microbatches + m)
-        mail = receive(schedule, carry["mail"], carry["sent"], row, stage)
+        mail = receive(schedule, histories, carry, row, stage)
         embedded = lax.cond(
             row["embed_forward"] >= 0,
             lambda: vary(program.embed(params["embed"], row["embed_forward"])),
             lambda: no_stream,
         )
         enters = (row["embed_forward"] >= 0) & (stage == schedule.stage_of(0))
-        mail = post(mail, (name + kind * of_kind, embedded), jnp.where(enters, slot, -1))
+        mail = post(mail, (name + kind * of_kind, embedded, histories.no_rows), jnp.where(enters, slot, -1))
         leaving = stores.send(carry["stores"], row["stores"], stage)
 
         def read():
-            found, message = take(mail, jnp.maximum(slot, 0))
-            return message, (found != name + kind * of_kind).astype(jnp.int32)
+            found, message, rows = take(mail, jnp.maximum(slot, 0))
+            return message, rows, (found != name + kind * of_kind).astype(jnp.int32)
 
-        operands = v, m, name, read, carry["stores"], row
+        rows = histories.on(carry["histories"], row["histories"], stage, m)
+        operands = v, m, name, read, carry["stores"], row, rows
         made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in branches])
+        box = histories.put(carry["histories"], row["histories"], stage, made.history)
         carry |= dict(
             mail=mail,
+            histories=box,
             stores=stores.put(carry["stores"], row["stores"], stage, made.stored, leaving),
             counts=add_at(carry["counts"], v, made.counts),
             misplaced=carry["misplaced"] + made.misplaced,
@@ -181,23 +212,26 @@ def run(
         onward = jnp.where(kind == FORWARD, schedule.microbatches, -schedule.microbatches)
         to = name + kind * of_kind + onward
         is_last, leaves_model = stage == schedule.last_stage, row["head"] >= 0
+        leaves = histories.join(made.message, made.history)
         if pullback is None:
             loss = lax.cond(
                 leaves_model,
-                lambda: program.head(params["head"], made.message, row["head"], is_last),
+                lambda: program.head(params["head"], leaves, row["head"], is_last),
                 lambda: no_loss,
             )
-            return carry | dict(sent=(to, made.message), loss=carry["loss"] + loss), None
+            return carry | dict(sent=(to, made.message, made.leaving), loss=carry["loss"] + loss), None
 
         def head():
             function = lambda p, stream: program.head(p, stream, row["head"], is_last)
-            loss, vjp = jax.vjp(function, params["head"], made.message)
-            d_head, d_stream = vjp(vary(cotangent, REPLICAS))
+            loss, vjp = jax.vjp(function, params["head"], leaves)
+            d_head, d_leaves = vjp(vary(cotangent, REPLICAS))
+            d_stream, d_history = histories.part(d_leaves, row["head"])
             # The last chunk's output goes no further: what its stage sends, to itself, is the cotangent.
             sent = jax.tree.map(lambda d, x: jnp.where(is_last, d, x), d_stream, made.message)
-            return loss, vary(d_head), vary(sent)
+            return loss, vary(d_head), vary(sent), vary(jax.tree.map(lambda d: jnp.where(is_last, d, 0), d_history))
 
-        loss, d_head, sent = lax.cond(leaves_model, head, lambda: (no_loss, zeros(params["head"]), made.message))
+        stays = lambda: (no_loss, zeros(params["head"]), made.message, histories.none)
+        loss, d_head, sent, d_history = lax.cond(leaves_model, head, stays)
 
         def embed_backward():
             on_first = lambda a: jnp.where(stage == schedule.stage_of(0), a, 0)
@@ -209,7 +243,8 @@ def run(
         d_embed = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda: zeros(params["embed"]))
         grads, d_weights = carry["grads"], made.d_weights
         return carry | dict(
-            sent=(jnp.where(leaves_model & is_last, name + BACKWARD * of_kind, to), sent),
+            histories=histories.deposit(box, row["histories"], stage, d_history, made.history),
+            sent=(jnp.where(leaves_model & is_last, name + BACKWARD * of_kind, to), sent, made.leaving),
             loss=carry["loss"] + loss,
             grads={
                 "embed": jax.tree.map(jnp.add, grads["embed"], d_embed),
@@ -220,37 +255,42 @@ def run(
         ), None
 
     names = ("table", "mail", "arrivals", "moves", "embed_forward", "head", "embed_backward")
-    columns = {name: getattr(schedule, name) for name in names} | {"stores": stores.columns, "sums": sums.columns}
+    columns = {name: getattr(schedule, name) for name in names}
+    columns |= {"stores": stores.columns, "histories": histories.columns, "sums": sums.columns}
     carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
     grads = carry["grads"] and carry["grads"] | {"chunks": sums.finish(carry["grads"]["chunks"], stage)}
     misplaced = lax.psum(carry["misplaced"], AXES)
     return Outcome(carry["loss"], carry["counts"], grads, misplaced, carry["traffic"])
 
 
-def example_of(program: Program, params: Tree) -> Args:
-    """What a chunk is called with, for its shapes and varying axes; params are this rank's."""
+def example_of(schedule: Schedule, program: Program, params: Tree) -> tuple[Args, Histories]:
+    """What a chunk is called with, for its shapes and varying axes, and what chunks append; params are this rank's."""
     params, first = vary(params), jnp.int32(0)
     shapes = jax.eval_shape(program.embed, params["embed"], first)
     no_stream = vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+    histories = Histories(schedule, program.appended, no_stream)
     weights = {"chunk": take(params["chunks"], first), "dense": params["dense"]}
-    return weights, no_stream, vary(program.extras(first, first))
+    return (weights, histories.join(no_stream, histories.none), vary(program.extras(first, first))), histories
 
 
-def pullback_of(schedule: Schedule, program: Program, example: Args) -> Pullback:
+def pullback_of(schedule: Schedule, program: Program, example: Args, histories: Histories) -> Pullback:
     """The pullback whose leaves the schedule's stores hold."""
-    return Pullback(program.chunk, example, separate_weights=WEIGHT in schedule.kinds)
+    num_history = len(jax.tree.leaves(histories.no_rows))
+    return Pullback(program.chunk, example, num_history=num_history, separate_weights=WEIGHT in schedule.kinds)
 
 
-def receive(schedule: Schedule, mail: Tree, sent: Tree, row: Tree, stage: jax.Array) -> Tree:
+def receive(schedule: Schedule, histories: Histories, carry: Tree, row: Tree, stage: jax.Array) -> Tree:
     """The mailbox with what was sent in the tick before; a route that nobody takes in this tick is not travelled."""
+    mail, (*sent, rows) = carry["mail"], carry["sent"]
     onward = [(i, (i + 1) % schedule.stages) for i in range(schedule.stages)]
     pairs = {UP: onward, DOWN: [(j, i) for i, j in onward]}
     for way in (UP, DOWN, STAY):
         if not schedule.moves[:, way].any():
             continue
-        arrived = sent
+        arrived, with_it = sent, rows
         if way != STAY:
             travel = lambda way=way: lax.ppermute(sent, "pipe", pairs[way])
             arrived = lax.cond(row["moves"][way], travel, lambda: sent)
-        mail = post(mail, arrived, row["arrivals"][stage, way])
+            with_it = histories.travel(rows, way, pairs[way], row["histories"])
+        mail = post(mail, (*arrived, with_it), row["arrivals"][stage, way])
     return mail

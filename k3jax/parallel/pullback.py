@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from k3jax.activations.history import history_name
 from k3jax.activations.leaves import Origin, leaf_origins
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.split import split
@@ -16,6 +17,8 @@ from k3jax.parallel.schedules import BACKWARD, FORWARD, WEIGHT
 Tree = Any
 Args = tuple[Tree, Tree, Tree]
 """weights, stream, extras: what a chunk is called with."""
+Given = tuple[Tree, Tree, Tree]
+"""weights, history, extras: what backward is given again."""
 Stored = dict[Span, list]
 STREAM, HELD = "chunk.in", "backward.held"
 """Names of stored leaves that are the chunk's stream, and of what backward makes for the weight gradients."""
@@ -24,23 +27,29 @@ STREAM, HELD = "chunk.in", "backward.held"
 class Pullback:
     """Of `chunk(weights, stream, extras) -> (stream, counts)`, with respect to weights and stream.
 
-    Leaves that are weights or extras are handed in again; the others are stored. If weight gradients are an operation of
-    their own, what backward holds for them is stored too, and a leaf is stored no longer than it is read. Raises ValueError
-    for a leaf that is neither an input of the chunk nor a named value.
+    The last `num_history` leaves of the stream are a history (see `activations/history.py`). Leaves that are weights, history
+    or extras are handed in again, the history as it is after the chunk; the others are stored. If weight gradients are an
+    operation of their own, what backward holds for them is stored too, and a leaf is stored no longer than it is read.
+    Raises ValueError for a leaf that is neither an input of the chunk nor a named value.
     """
 
-    def __init__(self, chunk: Callable, example: Args, *, separate_weights: bool = False):
+    def __init__(self, chunk: Callable, example: Args, *, num_history: int = 0, separate_weights: bool = False):
         self.chunk = chunk
         vjp = lambda *args: self._vjp(*args)[1]
         leaves, self.treedef = jax.tree.flatten(jax.eval_shape(vjp, *example))
         weights, stream, extras = map(jax.tree.leaves, example)
+        self.num_history = num_history
+        first_row = len(weights) + len(stream) - num_history
+        history = {history_name(i): first_row + i for i in range(num_history)}
 
         def stored(origin: Origin) -> Origin:  # the stream's place in the mailbox is free once forward has run
-            is_stream = origin.input is not None and 0 <= origin.input - len(weights) < len(stream)
-            return Origin(names=frozenset({STREAM})) if is_stream else origin
+            if origin.input is not None and len(weights) <= origin.input < first_row:
+                return Origin(names=frozenset({STREAM}))
+            row = [history[name] for name in origin.names if name in history]
+            return Origin(input=row[0]) if row else origin
 
         self.origins = [stored(o) for o in leaf_origins(lambda *args: jax.tree.leaves(vjp(*args)), *example)]
-        self.num_stream = len(stream)
+        self.num_stream = len(stream) - num_history
         kept = self._kept(leaves)
         self.spans: list[Span] = [(FORWARD, BACKWARD)] * len(kept)
         """Of each stored leaf."""
@@ -66,25 +75,25 @@ class Pullback:
         made, vjp, counts = self._vjp(*args)
         return self._by_span(self._kept(jax.tree.leaves(vjp))), (made, counts)
 
-    def backward(self, weights: Tree, extras: Tree, stored: Stored, d_stream: Tree) -> tuple[Tree, Tree]:
+    def backward(self, given: Given, stored: Stored, d_stream: Tree) -> tuple[Tree, Tree]:
         """Gradients of weights and stream."""
-        return self._apply(weights, extras, stored[FORWARD, BACKWARD], d_stream)
+        return self._apply(given, stored[FORWARD, BACKWARD], d_stream)
 
-    def backward_input(self, weights: Tree, extras: Tree, stored: Stored, d_stream: Tree) -> tuple[Stored, Tree]:
+    def backward_input(self, given: Given, stored: Stored, d_stream: Tree) -> tuple[Stored, Tree]:
         """What to store for `backward_weights`, and the gradient of the stream."""
-        values = self._inputs(weights, extras, stored) + jax.tree.leaves(d_stream)
+        values = self._inputs(given, stored) + jax.tree.leaves(d_stream)
         d_inputs, crossing = self.split.before(*(values[i] for i in self.split.before_reads))
         held = [values[i] for i in self.held_cotangents]
         return {(BACKWARD, WEIGHT): crossing + held}, jax.tree.unflatten(jax.tree.structure(d_stream), d_inputs)
 
-    def backward_weights(self, weights: Tree, extras: Tree, stored: Stored) -> Tree:
+    def backward_weights(self, given: Given, stored: Stored) -> Tree:
         """Gradients of weights."""
-        values = dict(enumerate(self._inputs(weights, extras, stored)))
+        values = dict(enumerate(self._inputs(given, stored)))
         crossing = len(self.split.crossing)
         of_backward = stored[BACKWARD, WEIGHT]
         values |= dict(zip(self.held_cotangents, of_backward[crossing:], strict=True))
         grads = self.split.after(*(values[i] for i in self.split.after_reads), *of_backward[:crossing])
-        return jax.tree.unflatten(jax.tree.structure(weights), grads)
+        return jax.tree.unflatten(jax.tree.structure(given[0]), grads)
 
     # ---- how ----------------------------------------------------------------------------------------------------------
 
@@ -101,8 +110,9 @@ class Pullback:
             groups.setdefault(span, []).append(leaf)
         return groups
 
-    def _apply(self, weights: Tree, extras: Tree, kept: list[jax.Array], d_stream: Tree) -> tuple[Tree, Tree]:
-        handed_in = [*jax.tree.leaves(weights), *[None] * self.num_stream, *jax.tree.leaves(extras)]
+    def _apply(self, given: Given, kept: list[jax.Array], d_stream: Tree) -> tuple[Tree, Tree]:
+        weights, *others = given
+        handed_in = [*jax.tree.leaves(weights), *[None] * self.num_stream, *jax.tree.leaves(others)]
         rest = iter(kept)
 
         def leaf(origin: Origin):
@@ -113,24 +123,24 @@ class Pullback:
         return jax.tree.unflatten(self.treedef, [leaf(origin) for origin in self.origins])(d_stream)
 
     def _separate(self, example: Args, kept: list) -> None:
-        """Cuts backward in two. Inputs of the whole are weights, extras, stored leaves, and the stream's cotangent."""
+        """Cuts backward in two. Inputs of the whole are what is given again, stored leaves, and the stream's cotangent."""
         weights, stream, extras = example
-        function = lambda w, e, leaves, d: self._apply(w, e, leaves, d)
-        closed = jax.make_jaxpr(function)(weights, extras, kept, stream)
-        num_weights, handed_in = len(jax.tree.leaves(weights)), len(jax.tree.leaves((weights, extras)))
-        first = [False] * num_weights + [True] * self.num_stream
+        all_stream = jax.tree.leaves(stream)
+        given = weights, all_stream[self.num_stream :], extras
+        closed = jax.make_jaxpr(lambda *args: self._apply(*args))(given, kept, stream)
+        num_weights, handed_in = len(jax.tree.leaves(weights)), len(jax.tree.leaves(given))
+        first = [False] * num_weights + [True] * len(all_stream)
         free = [i < handed_in for i in range(len(closed.jaxpr.invars))]
         self.split = split(closed, first, free=free)
         late = set(self.split.after_reads)
         self.spans = [(FORWARD, WEIGHT if handed_in + i in late else BACKWARD) for i in range(len(kept))]
         behind = handed_in + len(kept)
         self.held_cotangents = [i for i in self.split.after_reads if i >= behind]
-        cotangents = jax.tree.leaves(stream)
-        held = [cotangents[i - behind] for i in self.held_cotangents]
+        held = [all_stream[i - behind] for i in self.held_cotangents]
         self.shapes = self._by_span(kept) | {(BACKWARD, WEIGHT): [*self.split.crossing, *held]}
 
-    def _inputs(self, weights: Tree, extras: Tree, stored: Stored) -> list[jax.Array | None]:
+    def _inputs(self, given: Given, stored: Stored) -> list[jax.Array | None]:
         """Values of the whole backward's inputs but for the cotangent; None where a leaf is no longer there."""
         rest = {span: iter(leaves) for span, leaves in stored.items()}
         kept = [next(rest[span]) if span in rest else None for span in self.spans]
-        return [*jax.tree.leaves(weights), *jax.tree.leaves(extras), *kept]
+        return [*jax.tree.leaves(given), *kept]

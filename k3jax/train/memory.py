@@ -1,8 +1,8 @@
 """Where a rank's device memory goes over the ticks of a step, predicted from shapes and the schedule's table.
 
 What the executor allocates does not change from tick to tick: stores and mailbox are slots that are there for the whole
-loop. `Part.alive` says how much of it is in use. Workspace of the operations themselves (what XLA needs between the
-values named here) is not predicted.
+loop. `Part.alive` says how much of it is in use. Neither predicted: the workspace of operations (what XLA needs between the
+values named here), and what the optimizer needs after the loop, when stores are free again.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from jaxtyping import Int64
 from k3jax.activations.residency import by_tick, reserved, resident
 from k3jax.parallel import pipeline
 from k3jax.parallel.schedules import Schedule
-from k3jax.train.plan import bytes_per_rank, gradient_bytes
+from k3jax.parallel.zero import BUFFERS
+from k3jax.train.plan import bytes_per_rank
 from k3jax.train.step import TrainStep
 from k3jax.train.stored import StoredLeaf, of_program
 
 
 class Part(NamedTuple):
-    """Bytes on a rank's device for one purpose."""
+    """Bytes of a rank for one purpose."""
 
     name: str
     reserved: int
     """Allocated, the same on all ranks and at all ticks."""
     alive: Int64[np.ndarray, "ticks stages"]
     """In use."""
+    place: str = "device"
+    """Or "host". XLA's statistics on CPU count both as one."""
 
 
 def memory(step: TrainStep) -> list[Part]:
@@ -39,21 +42,34 @@ def memory(step: TrainStep) -> list[Part]:
     of = lambda name: bytes_per_rank(getattr(step.state_shapes, name), getattr(shardings, name))
 
     def trace(program: pipeline.Program, params: Any):
-        example = pipeline.example_of(program, params)
-        return nbytes(params), nbytes(example[1]), of_program(step, program, example)
+        example, histories = pipeline.example_of(schedule, program, params)
+        message = histories.part(example[1], jnp.int32(0))[0], histories.no_rows
+        sizes = nbytes(params), nbytes(message), nbytes(histories.empty())
+        return *sizes, of_program(step, program, example, histories)
 
-    cast, message, leaves = step.on_one_rank(trace)
+    cast, message, history, leaves = step.on_one_rank(trace)
     copied = 0 if cast == of("params") else cast
     constant = [
         ("parameters", of("params")),
         ("optimizer state", of("opt_state") + of("balance")),
         (f"parameters in {step.config.dtype}", copied),
-        ("gradients", gradient_bytes(step)),
+        ("gradients", gradients(step)),
+        ("residual blocks", history),
     ]
     parts = [Part(name, size, np.full(schedule.mail.shape, size)) for name, size in constant if size]
     slots = schedule.num_mail_slots + 2  # one takes what nobody waits for, and one is on its way
     parts.append(Part("mailbox", slots * message, message * mail_in_use(schedule)))
     return parts + stores(schedule, leaves)
+
+
+def gradients(step: TrainStep) -> int:
+    """Bytes of the sums that the executor's loop carries on the device; with ZeRO-2, chunks have a few buffers for all."""
+    shapes, shardings = step.state_shapes.params, step.state_shardings.params
+    if not step.owners:
+        return bytes_per_rank(shapes, shardings)
+    rest = sum(bytes_per_rank(shapes[part], shardings[part]) for part in shapes if part != "chunks")
+    padded = sum(owned.owned * owned.replicas for owned in jax.tree.leaves(step.owners["chunks"]))
+    return rest + 4 * min(BUFFERS, step.config.virtual) * padded
 
 
 def stores(schedule: Schedule, leaves: list[StoredLeaf]) -> list[Part]:
@@ -65,6 +81,11 @@ def stores(schedule: Schedule, leaves: list[StoredLeaf]) -> list[Part]:
         before = parts.get(name, Part(name, 0, np.zeros(schedule.mail.shape, np.int64)))
         slots, alive = leaf.bytes * reserved(*where).device, leaf.bytes * by_tick(resident(*where).device)
         parts[name] = Part(name, before.reserved + slots, before.alive + alive)
+        if room := leaf.bytes * reserved(*where).host:
+            name = f"{name}, away"
+            before = parts.get(name, Part(name, 0, np.zeros(schedule.mail.shape, np.int64)))
+            alive = before.alive + leaf.bytes * by_tick(resident(*where).host)
+            parts[name] = Part(name, before.reserved + room, alive, "host")
     # A branch returns what is encoded, and reads what it then decodes: so XLA's buffer assignment has it.
     in_hand = sum(leaf.bytes + nbytes(leaf.shape) for leaf in leaves)
     busy = np.where(schedule.table[:, :, 0] > 0, in_hand, 0).astype(np.int64)

@@ -112,15 +112,6 @@ def buffer_bytes(step: TrainStep) -> int:
     return 4 * min(BUFFERS, step.config.virtual) * elements
 
 
-def gradient_bytes(step: TrainStep) -> int:
-    """Of a rank's gradients on the device while the pipeline runs; float32, as the master weights are."""
-    shapes, shardings = step.state_shapes.params, step.state_shardings.params
-    if not step.owners:
-        return bytes_per_rank(shapes, shardings)
-    others = [part for part in shapes if part != "chunks"]
-    return buffer_bytes(step) + sum(bytes_per_rank(shapes[part], shardings[part]) for part in others)
-
-
 def bytes_per_rank(shapes: Any, shardings: Any) -> int:
     """Bytes of a tree of arrays on one rank; all ranks hold equally much."""
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)

@@ -263,29 +263,34 @@ class TrainStep:
         microbatch = lambda m: boxes.take(batch, m)
 
         def embed(params, m):
-            return lm.embed(params, microbatch(m).tokens, num_blocks=config.num_blocks, axes=self.axes, dtype=dtype)
+            tokens = microbatch(m).tokens
+            return lm.embed(params, tokens, num_blocks=config.num_blocks, axes=self.axes, dtype=dtype).prefix
+
+        def whole(stream):
+            return lm.Stream(*stream) if config.num_blocks else lm.Stream(stream, None)
 
         def chunk(weights, stream, extras):
             bias, slot_flags, tokens = extras
-            return lm.chunk(
+            stream, stats = lm.chunk(
                 config,
                 self.layout,
                 weights,
-                stream,
+                whole(stream),
                 bias,
                 slot_flags,
                 tokens,
                 axes=self.axes,
                 checkpoint=checkpoint,
             )
+            return (tuple(stream) if config.num_blocks else stream.prefix), stats
 
         def extras(v, m):
             return boxes.take((balance, flags), v) + (microbatch(m),)
 
         def head(params, stream, m, is_last):
-            return lm.head_loss(config, params, stream, microbatch(m), axes=self.axes, is_last=is_last)
+            return lm.head_loss(config, params, whole(stream), microbatch(m), axes=self.axes, is_last=is_last)
 
-        return pipeline.Program(embed, chunk, extras, head), params
+        return pipeline.Program(embed, chunk, extras, head, self.layout.blocks_begun), params
 
     def _shardings(self, state: TrainState) -> TrainState:
         """Shardings of a state: optimizer leaves lie like the parameter whose path theirs ends with."""

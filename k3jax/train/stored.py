@@ -15,6 +15,7 @@ from k3jax.activations.records import Leaf
 from k3jax.activations.stores import Leaf as StoreLeaf
 from k3jax.activations.stores import Span
 from k3jax.parallel import pipeline
+from k3jax.parallel.histories import Histories
 from k3jax.train.step import TrainStep
 
 
@@ -38,7 +39,10 @@ class StoredLeaf(NamedTuple):
 
 def stored_leaves(step: TrainStep) -> list[StoredLeaf]:
     """All that the pullback of one rank's chunk stores under the step's policy; names it recomputes are not among them."""
-    trace = lambda program, params: of_program(step, program, pipeline.example_of(program, params))
+
+    def trace(program: pipeline.Program, params: Any):
+        return of_program(step, program, *pipeline.example_of(step.resolved.schedule, program, params))
+
     return step.on_one_rank(trace)
 
 
@@ -46,16 +50,16 @@ def stored_and_flops(step: TrainStep) -> tuple[list[StoredLeaf], dict[str, int]]
     """The stored leaves, and by name the floating-point operations of the matrix products that make it from named values."""
 
     def trace(program: pipeline.Program, params: Any):
-        example = pipeline.example_of(program, params)
+        example, histories = pipeline.example_of(step.resolved.schedule, program, params)
         flops = flops_by_name(jax.make_jaxpr(program.chunk)(*example).jaxpr)
-        return of_program(step, program, example), flops
+        return of_program(step, program, example, histories), flops
 
     return step.on_one_rank(trace)
 
 
-def of_program(step: TrainStep, program: pipeline.Program, example: Any) -> list[StoredLeaf]:
-    """The stored leaves, of a rank's program and the arguments of a chunk."""
-    pullback = pipeline.pullback_of(step.resolved.schedule, program, example)
+def of_program(step: TrainStep, program: pipeline.Program, example: Any, histories: Histories) -> list[StoredLeaf]:
+    """The stored leaves, of a rank's program, the arguments of a chunk, and what chunks append."""
+    pullback = pipeline.pullback_of(step.resolved.schedule, program, example, histories)
     return [
         StoredLeaf(names, span, jax.ShapeDtypeStruct(leaf.shape.shape, leaf.shape.dtype), leaf.policy, leaf.bytes)
         for span, of_span in pullback.leaves(step.resolved.policy).items()

@@ -87,7 +87,7 @@ def test_a_schedule_is_compared_printed_and_drawn(capsys, tmp_path):
 
 def test_memory_is_listed_by_purpose(options, capsys):
     text = said(capsys, "memory", *options, "--dtype=bfloat16", "--activations=kda.*=quantize")
-    sizes = column(text, ["bytes for", "allocated", "in use, most", "in use, mean"], "allocated")
+    sizes = column(text, ["bytes for", "place", "allocated", "in use, most", "in use, mean"], "allocated")
     assert list(sizes) == [
         *("parameters", "optimizer state", "parameters in bfloat16", "gradients", "mailbox"),
         *("stores: quantize", "stores: keep", "stores: in hand", "total"),

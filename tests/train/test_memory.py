@@ -36,8 +36,14 @@ def test_parts_are_allocated_once_and_hold_what_is_alive():
     parts = {p.name: p for p in memory(TrainStep(config, abstract_mesh(MeshSpec.parse("pipe=2,data=2"))))}
     assert list(parts) == [
         *("parameters", "optimizer state", "gradients", "mailbox"),
-        *("stores: quantize+local-offload", "stores: remote-offload", "stores: in hand"),
+        *(
+            "stores: quantize+local-offload",
+            "stores: quantize+local-offload, away",
+            "stores: remote-offload",
+            "stores: in hand",
+        ),
     ]
+    assert [part.name for part in parts.values() if part.place == "host"] == ["stores: quantize+local-offload, away"]
     for part in parts.values():
         assert part.alive.shape[1] == 2 and 0 <= part.alive.min() and part.alive.max() <= part.reserved
     assert parts["gradients"].reserved == parts["parameters"].reserved

@@ -93,12 +93,11 @@ def _gradients(step: TrainStep) -> Rows:
     if not step.owners:
         said = f"{in_bytes(whole)} on every replica"
     else:
-        elements = sum(o.owned for o in jax.tree.leaves(step.owners["chunks"]))
-        padded = sum(o.owned * o.replicas for o in jax.tree.leaves(step.owners["chunks"]))
-        buffers = min(BUFFERS, config.virtual)
-        shards = in_bytes(4 * config.virtual * elements)
-        said = f"{in_bytes(4 * buffers * padded)} in {buffers} chunk buffers, {shards} of shards in host memory"
-        said += f"; then whole for the optimizer, {in_bytes(whole)}"
+        buffers = f"{in_bytes(buffer_bytes(step))} in {min(BUFFERS, config.virtual)} chunk buffers"
+        shards = 4 * config.virtual * sum(o.owned for o in jax.tree.leaves(step.owners["chunks"]))
+        said = (
+            f"{buffers}, {in_bytes(shards)} of shards in host memory; then whole for the optimizer, {in_bytes(whole)}"
+        )
     dense, experts = (
         math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context"))
     )
@@ -119,6 +118,14 @@ def _each(config: StepConfig, replicas: int) -> str:
     held = gradient._replace(optimizer=bytes_per_parameter(0, replicas, **numbers).optimizer)
     on_host = f" and {held.host:.3g} in host memory" if held.host else ""
     return f"{held.device:.3g} on the device{on_host} with {replicas} replicas"
+
+
+def buffer_bytes(step: TrainStep) -> int:
+    """Of a rank's buffers for the gradients of chunks; 0 where those are whole."""
+    if not step.owners:
+        return 0
+    elements = sum(o.owned * o.replicas for o in jax.tree.leaves(step.owners["chunks"]))
+    return 4 * min(BUFFERS, step.config.virtual) * elements
 
 
 def bytes_per_rank(shapes: Any, shardings: Any) -> int:

@@ -105,8 +105,8 @@ def test_plan_says_what_gradients_take():
     weights = said[0]["bytes per rank"].split(" of parameters")[0]
     assert said[0]["gradients"] == f"{weights} on every replica"
     assert said[0]["bytes per parameter"] == "; experts ".join(["14 on the device with 4 replicas"] * 2)
-    owners = jax.tree.leaves(TrainStep(dataclasses.replace(tiny.STEP, virtual=4, zero=2), abstract_mesh(
-        MeshSpec(data=4, pipe=2))).owners["chunks"])  # fmt: skip
+    config = dataclasses.replace(tiny.STEP, virtual=4, zero=2)
+    owners = jax.tree.leaves(TrainStep(config, abstract_mesh(MeshSpec(data=4, pipe=2))).owners["chunks"])
     buffers, shards = (in_bytes(4 * sum(n(o) for o in owners)) for n in (lambda o: 8 * o.owned, lambda o: 4 * o.owned))
     assert said[2]["gradients"].startswith(
         f"{buffers} in 2 chunk buffers, {shards} of shards in host memory; then whole"

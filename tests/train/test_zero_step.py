@@ -30,12 +30,14 @@ def gradients(mesh: str, schedule: str, virtual: int, pattern: str, zero: int):
 
 def check_equal(mesh: str, schedule: str, virtual: int, pattern: str):
     want, got = (gradients(mesh, schedule, virtual, pattern, zero) for zero in (0, 2))
-    pairs = zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True)
-    for (path, right), grad in pairs:
+    everything = np.sqrt(sum(np.linalg.norm(np.asarray(g)) ** 2 for g in jax.tree.leaves(want)))
+    for (path, right), grad in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         assert grad.shape == right.shape and grad.sharding.is_equivalent_to(right.sharding, right.ndim), path
         right = np.asarray(right)
-        # float32 sums in another order, replicas before rounds of microbatches: 1e-7 seen
-        assert np.linalg.norm(np.asarray(grad) - right) <= 1e-6 * np.linalg.norm(right), path
+        # float32 sums in another order, in two programs: 5e-7 of a leaf seen. Gradients of KDA's gates are small differences
+        # of what is added up: 1.3e-6 of a leaf of norm 7e-4, so rounding of the whole gradient of norm 1.7 is allowed too.
+        off = np.linalg.norm(np.asarray(grad) - right)
+        assert off <= 1e-6 * np.linalg.norm(right) + 1e-9 * everything, path
 
 
 def test_gradients_are_the_same_however_they_are_summed():

@@ -112,6 +112,16 @@ class Relay:
     def num_slots(self) -> int:
         return max([*self.values.values(), *self.sums.values()]) + 1
 
+    @property
+    def alive(self) -> np.ndarray:
+        """Slots in use, of rows and of sums; [tick, stage]."""
+        counts = np.zeros(self.schedule.mail.shape, np.int64)
+        lives = self._lives(FORWARD, self.schedule.kinds[-1])
+        lives += self._lives(BACKWARD, BACKWARD) if BACKWARD in self.schedule.kinds else []
+        for life in lives:
+            counts[life.born : life.dies + 1, life.stage] += 1
+        return counts
+
     def _lives(self, first: int, last: int) -> list[Life]:
         """Of each (stage, microbatch), between its first operation of one kind there and its last of another."""
         born: dict[tuple[int, ...], int] = {}

@@ -17,6 +17,7 @@ from jaxtyping import Int64
 
 from k3jax.activations.residency import by_tick, reserved, resident
 from k3jax.parallel import pipeline
+from k3jax.parallel.relay import Relay
 from k3jax.parallel.schedules import Schedule
 from k3jax.parallel.zero import BUFFERS
 from k3jax.train.plan import bytes_per_rank
@@ -54,11 +55,13 @@ def memory(step: TrainStep) -> list[Part]:
         ("optimizer state", of("opt_state") + of("balance")),
         (f"parameters in {step.config.dtype}", copied),
         ("gradients", gradients(step)),
-        ("residual blocks", history),
     ]
     parts = [Part(name, size, np.full(schedule.mail.shape, size)) for name, size in constant if size]
     slots = schedule.num_mail_slots + 2  # one takes what nobody waits for, and one is on its way
     parts.append(Part("mailbox", slots * message, message * mail_in_use(schedule)))
+    if step.layout.blocks_begun:
+        relay = Relay(schedule, step.layout.blocks_begun)
+        parts.append(Part("residual blocks", history, history // relay.num_slots * relay.alive))
     return parts + stores(schedule, leaves)
 
 

@@ -283,18 +283,18 @@ class ChunkBackward:
 
         def forward(params, balance, flags, batch):
             program, params = step._program(params, balance, flags, batch)
-            params, first = boxes.vary(params), jnp.int32(0)
-            weights = {"chunk": boxes.take(params["chunks"], first), "dense": params["dense"]}
-            stream = boxes.vary(program.embed(params["embed"], first))
-            args = (weights, stream, boxes.vary(program.extras(first, first)))
-            pullback = pipeline.Pullback(program.chunk, args)
-            leaves, (out, _) = pullback.forward(*args)
-            inputs, tree = jax.tree.flatten(boxes.vary((args, leaves, jax.tree.map(jnp.sin, out))))
+            schedule = step.resolved.schedule
+            args, histories = pipeline.example_of(schedule, program, params)
+            stream = boxes.vary(program.embed(params["embed"], jnp.int32(0)))
+            args = args[0], histories.join(stream, histories.none), args[2]
+            pullback = pipeline.pullback_of(schedule, program, args, histories)
+            leaves, (out, _) = pullback.forward(args)
+            given = args[0], out[1], args[2]
+            inputs, tree = jax.tree.flatten(boxes.vary((given, leaves, jax.tree.map(jnp.sin, out))))
             run = lambda *flat: jax.tree.leaves(pullback.backward(*jax.tree.unflatten(tree, flat)))
             self.closed = jax.make_jaxpr(run)(*inputs)
-            w, s, a = (len(jax.tree.leaves(t)) for t in (weights, stream, args))
-            self.first = [False] * w + [True] * s
-            self.free = [i < w or w + s <= i < a for i in range(len(inputs))]
+            self.first = [False] * len(jax.tree.leaves(args[0])) + [True] * len(jax.tree.leaves(args[1]))
+            self.free = [i < len(jax.tree.leaves(given)) for i in range(len(inputs))]
             return [x[None] for x in inputs]
 
         self.step = step

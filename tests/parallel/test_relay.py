@@ -117,5 +117,5 @@ def test_slots_hold_what_is_in_flight_and_few_sums():
     for stage, m in relay.values:
         mine = [t for (_, c, of), t in schedule.ticks.items() if of == m and schedule.stage_of(c) == stage]
         alive[min(mine) : max(mine) + 1, stage] += 1
-    assert alive.max() == relay.num_values
+    assert alive.max() == relay.num_values and (alive <= relay.alive).all() and relay.alive.max() <= relay.num_slots
     assert (relay.columns["travelling"][:, UP] <= 3).all()

@@ -35,7 +35,7 @@ def test_parts_are_allocated_once_and_hold_what_is_alive():
     config = dataclasses.replace(tiny.STEP, activations="kda.*=quantize+local-offload,*=remote-offload", microbatches=4)
     parts = {p.name: p for p in memory(TrainStep(config, abstract_mesh(MeshSpec.parse("pipe=2,data=2"))))}
     assert list(parts) == [
-        *("parameters", "optimizer state", "gradients", "mailbox"),
+        *("parameters", "optimizer state", "gradients", "mailbox", "residual blocks"),
         *(
             "stores: quantize+local-offload",
             "stores: quantize+local-offload, away",

@@ -82,7 +82,9 @@ def test_routing_and_what_recomputation_starts_from_stay_exact(name):
     + ["*=keep,*=recompute", "moe.experts=recompute", "group.in=quantize"],
 )
 def test_rules_that_decide_nothing_are_refused(text):
-    with pytest.raises(ValueError, match="matches no name that is left to it; names are attn.q, backward.held, chunk.in, group.in"):
+    with pytest.raises(
+        ValueError, match="matches no name that is left to it; names are attn.q, backward.held, chunk.in, group.in"
+    ):
         parse(text).check(NAMES)
 
 

@@ -59,7 +59,7 @@ BAD = [
     (["--workdir=new", "--resume", "False"], ["'False'", "switch"]),
     (["--mesh=pipe=4", "--model.num-layers=3"], ["pipe=4", "3 layers", "make 3"]),
     (["--schedule=1f1b", "--virtual=2"], ["1f1b", "virtual=2", "interleaved_1f1b"]),
-    (["--schedule=gpipe"], ["gpipe", "1f1b"]),
+    (["--schedule=eager"], ["eager", "gpipe", "zbv"]),
     (["--mesh=expert=3"], ["num_experts=8", "expert=3"]),
     (["--mesh=context=5"], ["seq_len=24", "context=5"]),
     (["--global-batch=9"], ["global_batch=9", "microbatches=2"]),

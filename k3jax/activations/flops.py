@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend import core
 
 from k3jax.activations.leaves import subjaxprs
+from k3jax.compat import scan_arity
 
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
 
@@ -68,7 +69,7 @@ def _inside(eqn: core.JaxprEqn, subs: list[core.Jaxpr], outs: set[int]) -> tuple
 def _carried(eqn: core.JaxprEqn, inputs: set[int]) -> set[int]:
     if eqn.primitive.name != "scan":
         return set()
-    first, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, carry = scan_arity(eqn)
     return {i - first for i in inputs if first <= i < first + carry}
 
 

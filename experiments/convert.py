@@ -10,7 +10,6 @@ import dataclasses
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +21,7 @@ from k3jax.configs import PRESETS, ModelConfig
 from k3jax.interop.huggingface import config_from_hf, open_directory, write_directory
 from k3jax.train import step_directory
 from k3jax.train.checkpoint import WEIGHTS, Checkpoints, read_arrays
-from meshes.command_line import parse, refuse
+from meshes.command_line import choose, parse, refused
 
 PROG = "python -m experiments.convert"
 MODEL = "model.json"
@@ -130,25 +129,13 @@ COMMANDS = {"hf-to-orbax": (HfToOrbax, hf_to_orbax), "orbax-to-hf": (OrbaxToHf, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Convert. SystemExit after one line on stderr: 2 for what cannot be, 1 for what cannot be read or written."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    name = argv[0] if argv else "--help"
-    if name in ("--help", "-h"):
-        print(f"usage: {PROG} {{{','.join(COMMANDS)}}} SRC DST [options]\n")
-        for command, (options, _) in COMMANDS.items():
-            print(f"  {command:12} {(options.__doc__ or '').splitlines()[0]}")
-        return
-    if name not in COMMANDS:
-        refuse(PROG, f"unknown command {name!r}: choose one of {', '.join(COMMANDS)}")
+    purposes = {name: (options.__doc__ or "").splitlines()[0] for name, (options, _) in COMMANDS.items()}
+    name, rest = choose(PROG, "SRC DST [options]", purposes, argv)
     options, run = COMMANDS[name]
     prog = f"{PROG} {name}"
-    asked = parse(options, argv[1:], prog=prog)
-    try:
+    asked = parse(options, rest, prog=prog)
+    with refused(prog):
         run(asked)
-    except ValueError as mistake:
-        refuse(prog, mistake)
-    except OSError as failure:
-        print(f"{prog}: error: {' '.join(str(failure).split())}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

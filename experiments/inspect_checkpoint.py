@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import tyro
 
-from experiments.tables import print_table
 from k3jax.train import step_directory
 from k3jax.train.checkpoint import read_arrays
-from meshes.command_line import parse
+from meshes.command_line import failed, parse
+from meshes.tables import print_table
 
 PROG = "python -m experiments.inspect_checkpoint"
 HEADER = ("name", "shape", "dtype", "bytes", "norm")
@@ -44,13 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     SystemExit after one line on stderr: 2 for bad arguments, 1 if there is nothing whole to read.
     """
     asked = parse(InspectCheckpoint, argv, prog=PROG)
-    try:
+    with failed(PROG, OSError):
         directory, step = locate(asked.directory, asked.step)
         manifest = step_directory.read_manifest(directory, step)
         rows, totals = describe(directory, step, manifest)
-    except OSError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     print(f"checkpoint {directory / str(step)}")
     for part in ("model", "config", "extra"):
         print(f"{part} {json.dumps(manifest[part])}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -15,7 +14,7 @@ import tyro
 from experiments.model_option import model_named, model_option
 from k3jax.train.config import StepConfig, require
 from k3jax.train.run_config import RunConfig
-from meshes.command_line import parse, refuse
+from meshes.command_line import failed, parse, refused
 
 if TYPE_CHECKING:  # what the run needs is imported when there is something to run: --help should not wait for it
     from k3jax.train.run import Run, RunResult
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. SystemExit: 1 if the run failed, 2 if it could not begin, 130 if it was interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with refused():
+        with refused(PROG):
             named = model_option(argv)
             preset = model_named(Options.preset if named is None else named)
             options = parse(Options, argv, prog=PROG, default=Options(step=StepConfig(model=preset)))
@@ -67,14 +66,14 @@ def train(options: Options) -> None:
     from k3jax.train.signals import stop_on_signals
 
     use_compilation_cache()
-    with refused():
+    with refused(PROG):
         run = Run(options, planning=options.dry_run)
     show_plan(options, run)
     show_start(run)
     if options.dry_run or run.finished:
         return
-    with stop_on_signals(run.stop), failed(StepFailedError, OSError):
-        with refused():
+    with stop_on_signals(run.stop), failed(PROG, StepFailedError, OSError):
+        with refused(PROG):
             run.load()
         print(f"workdir {run.workdir}", flush=True)
         traced, compiled = run.compile()
@@ -82,26 +81,6 @@ def train(options: Options) -> None:
         with TrainingProgress(run.start, options.step.steps, log_every=options.log_every) as progress:
             result = run.train(progress)
     show_result(result)
-
-
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    """One line and exit status 2 for what cannot work; 1 for what cannot be read or written."""
-    with failed(OSError):
-        try:
-            yield
-        except ValueError as mistake:
-            refuse(PROG, mistake)
-
-
-@contextlib.contextmanager
-def failed(*kinds: type[Exception]) -> Iterator[None]:
-    """One line and exit status 1 for these exceptions."""
-    try:
-        yield
-    except kinds as failure:
-        print(f"{PROG}: error: {' '.join(str(failure).split())}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 # ---- what a person sees ----------------------------------------------------------------------------------------------

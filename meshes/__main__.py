@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 from collections.abc import Sequence
 
 from meshes.command_line import parse
 from meshes.membership import Membership, membership
 from meshes.spec import AXES, MeshSpec
+from meshes.tables import print_table
 
 PROG = "python -m meshes"
 
@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of all ranks, or one rank's card; wrapped to fit a terminal, plain aligned text elsewhere."""
     asked = parse(WhoIsWho, argv, prog=PROG)
     spec = asked.spec
-    title = summary(spec, asked.virtual)
+    print(summary(spec, asked.virtual))
     if asked.rank is not None:
-        show(title, ("rank", str(asked.rank)), card(spec, membership(spec, asked.rank, asked.virtual)))
+        print_table(("rank", str(asked.rank)), card(spec, membership(spec, asked.rank, asked.virtual)))
     else:
-        show(title, HEADER, [row(spec, membership(spec, rank, asked.virtual)) for rank in range(spec.num_devices)])
+        print_table(HEADER, [row(spec, membership(spec, rank, asked.virtual)) for rank in range(spec.num_devices)])
 
 
 HEADER = (
@@ -107,26 +107,6 @@ def ranks(group: tuple[int, ...], limit: int | None = None) -> str:
     if limit is not None and len(parts) > limit:
         parts = [*parts[:3], "...", f"{parts[-1]} ({len(group)} ranks)"]
     return ",".join(parts)
-
-
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Title and table on stdout."""
-    print(title)
-    if sys.stdout.isatty():
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in header:
-            table.add_column(name.replace(" ", "\n"), overflow="fold")  # fold: rich would cut long groups short
-        for cells in rows:
-            table.add_row(*cells)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for cells in (header, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

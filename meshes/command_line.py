@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import tyro
@@ -61,6 +61,42 @@ def parse(
     options = _options(run_tyro)
     unknown = [token for token in argv if token.startswith("--") and _name(token) not in options]
     refuse(prog, _about_unknown(unknown[0], options) if unknown else mistake)
+
+
+def choose(prog: str, arguments: str, purposes: Mapping[str, str], argv: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The command that the first argument names, and the arguments after it.
+
+    Raises SystemExit: 0 after --help or nothing, which prints all commands with their purposes; 2 for an unknown command.
+    """
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("--help", "-h"):
+        print(f"usage: {prog} {{{','.join(purposes)}}} {arguments}\n")
+        for known, purpose in purposes.items():
+            print(f"  {known:12} {purpose}")
+        raise SystemExit(0)
+    if name not in purposes:
+        refuse(prog, f"unknown command {name!r}: choose one of {', '.join(purposes)}")
+    return name, rest
+
+
+@contextlib.contextmanager
+def refused(prog: str) -> Iterator[None]:
+    """One line and exit status 2 for what cannot work (ValueError); 1 for what cannot be read or written (OSError)."""
+    with failed(prog, OSError):
+        try:
+            yield
+        except ValueError as mistake:
+            refuse(prog, mistake)
+
+
+@contextlib.contextmanager
+def failed(prog: str, *kinds: type[Exception]) -> Iterator[None]:
+    """One line and exit status 1 for these exceptions."""
+    try:
+        yield
+    except kinds as failure:
+        print(f"{prog}: error: {' '.join(str(failure).split())}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def refuse(prog: str, mistake: object) -> NoReturn:

@@ -13,10 +13,22 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # for tests that compile for absent GPUs
 meshes.require_devices(8)
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
+
+from meshes.absent import absent_devices  # noqa: E402
 
 # A busy machine is no failure.
 settings.register_profile("k3jax", deadline=None)
 settings.load_profile("k3jax")
 install_import_hook(["k3jax", "pallas_kernels"], "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def absent_gpus():
+    """Eight H200s to compile for; a test that asks for them needs the extra gpu-compile, and Python 3.12."""
+    try:
+        return absent_devices("h200", per_host=8)
+    except RuntimeError as missing:
+        pytest.skip(str(missing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ import numpy as np
 import tyro
 
 from experiments.plan.step_options import StepOptions
-from experiments.tables import print_table
 from k3jax.activations.machine import Machine
 from k3jax.activations.plan import ActivationPlan
 from k3jax.activations.planner import Planner
@@ -24,6 +24,7 @@ from k3jax.train.plan import bytes_of, in_bytes
 from k3jax.train.step import TrainStep
 from k3jax.train.stored import activations, stored_and_flops, stored_leaves, summed
 from meshes.command_line import parse
+from meshes.tables import print_table
 
 HEADER = ("name", "bytes", "span", "ticks", "policy", "where", "restored by")
 
@@ -40,7 +41,7 @@ class PlanActivations(StepOptions):
     """Bytes of activations that the stores may take on a rank's device, such as 40GiB: choose the policies."""
     machine: Annotated[Machine, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Machine)
     save: str = ""
-    """Write the plan to this file."""
+    """Write the plan to this file, which must not exist yet."""
     load: str = ""
     """Take the policies from a plan that was saved."""
 
@@ -51,6 +52,8 @@ class PlanActivations(StepOptions):
             raise ValueError(f"{' and '.join(given)}: each says which policies there are, give one of them")
         if self.save and not self.budget:
             raise ValueError(f"--save={self.save}: there is a plan to save only with --budget")
+        if self.save and os.path.lexists(self.save):
+            raise ValueError(f"--save={self.save} exists: name a file to be made")
         if self.budget:
             bytes_of(self.budget)
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.plan.step_options import StepOptions
-from experiments.tables import print_table
 from k3jax.train.memory import Part, memory
 from k3jax.train.plan import in_bytes
 from meshes.command_line import parse
+from meshes.tables import print_table
 
 PICTURES = (".png", ".svg", ".pdf")
 BARS = " ▁▂▃▄▅▆▇█"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.tables import print_table
 from k3jax.parallel.schedules import FORWARD, NAMES, RECIPES, Schedule, build, candidates
 from k3jax.train.plan import runs
 from meshes.command_line import at_least, parse
+from meshes.tables import print_table
 
 HEADER = ("schedule", "ticks", "time", "bubble in lock-step", "free-running", "mail slots", "in flight per rank")
 

@@ -54,12 +54,12 @@ class ActivationPlan:
         return "\n".join([*lines, f"{self.cost:.4g} seconds of all ranks; {held}, budget {self.budget:,}"])
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the plan as JSON; `load` gives back an equal one."""
+        """Writes the plan as JSON, to a new file; `load` gives back an equal one. FileExistsError for a file that is there."""
         names = [
             {**leaf._asdict(), "policy": str(leaf.policy), "seconds": seconds}
             for leaf, seconds in zip(self.leaves, self.seconds, strict=True)
         ]
-        with open(path, "w") as file:
+        with open(path, "x") as file:
             json.dump(
                 {"budget": self.budget, "peak": self.peak, "reserved": self.reserved, "names": names}, file, indent=1
             )

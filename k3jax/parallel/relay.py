@@ -36,7 +36,7 @@ def windows(stage_of: Sequence[int], appended: Sequence[int]) -> list[Rows]:
     return found
 
 
-class Traffic(NamedTuple):
+class RowTraffic(NamedTuple):
     """Bytes of rows sent in one step, forward and backward, all stages together."""
 
     useful: int
@@ -191,16 +191,16 @@ class Relay:
     def _window(self, chunk: int) -> Rows:
         return self.windows[chunk] if chunk < self.schedule.chunks else range(0)
 
-    def traffic(self, row_bytes: int) -> Traffic:
+    def traffic(self, row_bytes: int) -> RowTraffic:
         """What one step sends. `row_bytes`: of one row of one microbatch on a rank."""
         schedule = self.schedule
         times = schedule.microbatches * (2 if BACKWARD in schedule.kinds else 1)
         exist = np.cumsum((0, *self.appended))
         crossing = [c for c in range(1, schedule.chunks) if self.stages[c] != self.stages[c - 1]]
-        rows = Traffic(
+        rows = RowTraffic(
             useful=times * sum(map(len, self.windows)),
             moved=schedule.stages * int(self.columns["travelling"].sum()),
             naive=times * int(sum(exist[c] for c in crossing)),
             naive_moved=schedule.stages * self.num_rows * int(schedule.moves[:, [UP, DOWN]].sum()),
         )
-        return Traffic(*(row_bytes * number for number in rows))
+        return RowTraffic(*(row_bytes * number for number in rows))

@@ -8,25 +8,16 @@ import test_pipeline as toy
 
 from k3jax.parallel.schedules import build
 from meshes import MeshSpec
-from meshes.absent import absent_devices
 
 POLICIES = ["*=local-offload", "toy.out=quantize+local-offload,*=remote-offload"]
 
 
-@pytest.fixture(scope="module")
-def devices():
-    try:
-        return absent_devices("h200", per_host=8)
-    except RuntimeError as missing:
-        pytest.skip(str(missing))
-
-
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zb1p"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_offloading_compiles_for_gpus_and_uses_host_memory(devices, monkeypatch, policy, name):
+def test_offloading_compiles_for_gpus_and_uses_host_memory(absent_gpus, monkeypatch, policy, name):
     monkeypatch.setattr(toy, "T", 128)
     spec = MeshSpec.parse("pipe=4,data=2")
-    monkeypatch.setattr(MeshSpec, "build", lambda self, of=None, build=MeshSpec.build: build(self, devices))
+    monkeypatch.setattr(MeshSpec, "build", lambda self, of=None, build=MeshSpec.build: build(self, absent_gpus))
     schedule = build(name, stages=4, virtual=2 if name == "interleaved_1f1b" else 1, microbatches=8)
     arguments = jax.eval_shape(lambda: (toy.toy_params(schedule.chunks), *toy.toy_tokens(8, 2)))
     compiled = {p: toy.executed(spec, schedule, p).lower(*arguments).compile() for p in (policy, "*=keep")}

@@ -19,7 +19,6 @@ from k3jax.parallel.owners import Owners
 from k3jax.parallel.schedules import NAMES, RECIPES, build, forward_only
 from k3jax.parallel.zero import buffering, bytes_per_parameter
 from meshes import MeshSpec
-from meshes.absent import absent_devices
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
@@ -210,17 +209,13 @@ def test_the_device_holds_two_chunk_buffers_however_many_chunks(virtual):
     assert host == (virtual > 2) * virtual * chunk_bytes(replicas) // replicas
 
 
-def test_a_gpu_holds_no_more_for_more_chunks():
+def test_a_gpu_holds_no_more_for_more_chunks(absent_gpus):
     """Compiled for GPUs, where host memory is apart: it holds the shards."""
-    try:
-        devices = absent_devices("h200", per_host=8)
-    except RuntimeError as missing:
-        pytest.skip(str(missing))
 
     def memory(virtual: int, zero: int) -> tuple[float, float]:
         """In float32 chunks, on the device and in host memory."""
         toy = Toy(
-            "data=4,pipe=2", "interleaved_1f1b", virtual, 4, zero, {"large": (4, 1 << 18), "odd": (3, 5)}, devices
+            "data=4,pipe=2", "interleaved_1f1b", virtual, 4, zero, {"large": (4, 1 << 18), "odd": (3, 5)}, absent_gpus
         )
         norms = lambda *problem: jax.tree.map(lambda g: jnp.square(g).sum(), toy.sharded(*problem))
         compiled = jax.jit(norms).lower(*jax.eval_shape(toy.problem)).compile().memory_analysis()

@@ -14,8 +14,9 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: C
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in header:
-            table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
+        for name in header:  # fold: rich would cut long cells short
+            justify = "right" if name in numbers else "left"
+            table.add_column(name.replace(" ", "\n"), overflow="fold", justify=justify)
         for cells in rows:
             table.add_row(*cells)
         Console().print(table)

@@ -238,6 +238,8 @@ PLAN = ActivationPlan(
 @pytest.mark.quick
 def test_a_plan_is_the_same_after_a_file(tmp_path):
     PLAN.save(tmp_path / "plan.json")
+    with pytest.raises(FileExistsError):
+        PLAN.save(tmp_path / "plan.json")
     assert ActivationPlan.load(tmp_path / "plan.json") == PLAN
 
 

@@ -101,11 +101,12 @@ def test_memory_is_listed_by_purpose(options, capsys):
 @pytest.mark.parametrize(
     ("argv", "needed"),
     [
-        (["activation"], "unknown plan 'activation'"),
+        (["activation"], "unknown command 'activation'"),
         (["activations", "--budget=4xiB"], "'4xiB' is not a number of bytes"),
         (["activations", "--budget=1GiB", "--activations=*=recompute"], "--budget and --activations"),
         (["activations", "--budget=1GiB", "--load=x"], "--budget and --load"),
         (["activations", "--save=x"], "--save=x"),
+        (["activations", "--budget=1GiB", f"--save={__file__}"], "exists: name a file to be made"),
         (["activations", "--flops=0"], "--flops=0.0 must be finite and above 0"),
         (["activations", "--host-bandwidth=-1"], "--host-bandwidth=-1.0 must be finite and at least 0"),
         (["activations", "--mesh=pipe=2,foo=2"], "unknown axis 'foo'"),

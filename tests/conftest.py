@@ -32,3 +32,8 @@ def absent_gpus():
         return absent_devices("h200", per_host=8)
     except RuntimeError as missing:
         pytest.skip(str(missing))
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose tests compile whole steps come first: a long one at the end would leave other workers idle."""
+    items.sort(key=lambda item: not {"train", "experiments"} & set(item.path.parts[-3:]))

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from k3jax import model
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Placement
-from k3jax.parallel.owners import Owners, replica_axes
+from k3jax.optim import orthogonalize_flops
+from k3jax.parallel.owners import Owners, balanced, replica_axes
 
 
 def param_specs(config: ModelConfig) -> dict[str, Any]:
@@ -50,19 +51,24 @@ def reduce_gradients(grads: Any, specs: Any) -> Any:
     return jax.tree.map(lambda g, spec: lax.psum(g, replica_axes(spec)), grads, specs)
 
 
-def owners_of(shapes: dict[str, Any], specs: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-    """Who owns which elements of every gradient, a tree like the parameters; stacks keep dims of stage and chunk."""
-    owners = lambda part: lambda a, spec: Owners(spec, a.shape, sizes, kept=2 if part == "chunks" else 0)
-    return {part: jax.tree.map(owners(part), tree, specs[part]) for part, tree in shapes.items()}
+def owners_of(shapes: dict[str, Any], specs: dict[str, Any], groups: Any, sizes: dict[str, int]) -> dict[str, Any]:
+    """Who owns which part of every parameter, a tree like them; stacks keep dims of stage and chunk.
 
-
-def scatter_gradients(grads: dict[str, Any], owners: dict[str, Any]) -> dict[str, Any]:
-    """Each owner's elements from each rank's contributions; those of chunks are reduced and scattered already.
-
-    Before: as in `reduce_gradients`. After: every element of the sum on one replica. One reduce-scatter a leaf.
+    groups: a tree of `Group`. Matrices of Muon stay whole; few and large ones are spread over the devices by what their
+    orthogonalisation costs.
     """
-    own = lambda part: lambda g, o: o.placed(g) if part == "chunks" else o.scatter(g)
-    return {part: jax.tree.map(own(part), tree, owners[part]) for part, tree in grads.items()}
+    own = lambda part: (
+        lambda a, spec, group: Owners(
+            spec, a.shape, sizes, kept=2 if part == "chunks" else 0, unit_dims=len(group.matrix_axes)
+        )
+    )
+    tree = {part: jax.tree.map(own(part), leaves, specs[part], groups[part]) for part, leaves in shapes.items()}
+    leaves, structure = jax.tree.flatten(tree)
+    matrices = [i for i, owners in enumerate(leaves) if owners.unit_dims]
+    spread = balanced([leaves[i] for i in matrices], [orthogonalize_flops(*leaves[i].unit) for i in matrices])
+    for i, owners in zip(matrices, spread, strict=True):
+        leaves[i] = owners
+    return jax.tree.unflatten(structure, leaves)
 
 
 def check_divisible(config: ModelConfig, sizes: dict[str, int]) -> None:

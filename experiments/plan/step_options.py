@@ -34,7 +34,7 @@ class StepOptions:
     """Virtual stages: chunks of layers on each pipeline stage."""
     optimizer: Literal["muon", "adamw"] = StepConfig.optimizer
     """muon keeps AdamW for what is not a matrix."""
-    zero: Literal[0, 2] = StepConfig.zero
+    zero: Literal[0, 1, 2] = StepConfig.zero
     """2: sums of a chunk's gradients are sharded over its replicas, and lie in host memory."""
     activations: str = StepConfig.activations
     """PATTERN=POLICY,…: where named activations wait for backward; the first match decides."""

@@ -108,6 +108,12 @@ def orthogonalize(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array,
     return x.mT if tall else x
 
 
+def orthogonalize_flops(rows: int, columns: int, steps: int = 5) -> int:
+    """Floating-point operations of `orthogonalize` for one matrix: what its products take."""
+    short, long = sorted((rows, columns))
+    return steps * (4 * short**2 * long + 2 * short**3)
+
+
 def adamw(
     learning_rate: optax.ScalarOrSchedule, *, weight_decay: float = 0.0, groups: Any = None
 ) -> optax.GradientTransformation:

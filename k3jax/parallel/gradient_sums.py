@@ -5,38 +5,16 @@ V virtual chunks.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from k3jax.parallel.boxes import add_at, empty, replace, take, vary
 from k3jax.parallel.schedules import Schedule
 from k3jax.parallel.zero import buffering
 
 Tree = Any
-
-
-def owned(size: int, replicas: int) -> int:
-    """Elements of each owner of a flat gradient: all have equally many, the last ones some of padding."""
-    return math.ceil(size / replicas)
-
-
-def flat(gradient: jax.Array, size: int, kept: int = 0) -> jax.Array:
-    """All dims but the first few `kept` ones as one float32 dim of that many elements, the last of them zeros."""
-    elements = gradient.reshape(*gradient.shape[:kept], -1).astype(jnp.float32)
-    return jnp.pad(elements, [(0, 0)] * kept + [(0, size - elements.shape[-1])])
-
-
-def scatter(flat_gradient: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """This replica's own part of the sum over replicas.
-
-    Before: every replica holds contributions to all elements. After: the sum for its own elements alone, in the order of
-    replicas. One reduce-scatter; a replica sends about the bytes of the whole, an all-reduce sends twice as many.
-    """
-    return lax.psum_scatter(flat_gradient, axes, scatter_dimension=flat_gradient.ndim - 1, tiled=True)
 
 
 class WholeSums:
@@ -57,19 +35,19 @@ class WholeSums:
 class ShardedSums:
     """Two buffers on the device, and for each chunk this replica's shard of the sum over replicas in host memory.
 
-    `replicas`: for each leaf of the chunks, the mesh axes on which it is replicated. All members of such a group are on one
-    stage, so a flush may stand in a rank-dependent branch; there it costs nothing in ticks without one. `finish` gives
-    [V, elements of one owner]. K3 report, pre-training: Pipeline ZeRO-2; the plan is `k3jax.parallel.zero`.
+    `owners`: `k3jax.parallel.owners.Owners` of each leaf of the chunks. All members of a group of replicas are on one stage,
+    so a flush may stand in a rank-dependent branch; there it costs nothing in ticks without one. `finish` gives
+    [V, slots, unit]. K3 report, pre-training: Pipeline ZeRO-2; the plan is `k3jax.parallel.zero`.
     """
 
-    def __init__(self, schedule: Schedule, replicas: Tree):
-        self.plan, self.replicas = buffering(schedule), replicas
+    def __init__(self, schedule: Schedule, owners: Tree):
+        self.plan, self.owners = buffering(schedule), owners
         self.columns = {"buffer": self.plan.buffer, "starts": self.plan.starts, "flush": self.plan.flush}
 
     def empty(self, chunks: Tree) -> Tree:
-        count, of_size = lax.axis_size, lambda size: jax.ShapeDtypeStruct((size,), jnp.float32)
-        shard = jax.tree.map(lambda a, axes: of_size(owned(math.prod(a.shape[1:]), count(axes))), chunks, self.replicas)
-        whole = jax.tree.map(lambda a, axes: of_size(a.size * count(axes)), shard, self.replicas)
+        of_shape = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+        whole = jax.tree.map(lambda o: of_shape(o.owners * o.slots, *o.local_unit), self.owners)
+        shard = jax.tree.map(lambda o: of_shape(o.slots, *o.unit), self.owners)
         virtual = jax.tree.leaves(chunks)[0].shape[0]
         return {
             "buffers": empty(whole, self.plan.num_buffers),
@@ -83,9 +61,9 @@ class ShardedSums:
             # A flush says where to add meanwhile: XLA then knows that it reads before the sum is written, and copies nothing.
             flush = lambda shards, _: (self._flush(buffers, shards, source, *target), 1 - source)
             keep = lambda *unchanged: unchanged
-            shards, index = lax.cond(source >= 0, flush, keep, shards, index)
-        elements = jax.tree.map(lambda d, b: flat(d, b.shape[1]), part, buffers)
-        return {"buffers": add_at(buffers, index, elements, fresh=row["starts"][stage]), "shards": shards}
+            shards, index = jax.lax.cond(source >= 0, flush, keep, shards, index)
+        units = jax.tree.map(lambda o, d: o.units_of(d.astype(jnp.float32)), self.owners, part)
+        return {"buffers": add_at(buffers, index, units, fresh=row["starts"][stage]), "shards": shards}
 
     def finish(self, sums: Tree, stage: jax.Array) -> Tree:
         shards = sums["shards"]
@@ -98,7 +76,7 @@ class ShardedSums:
 
         Memory that nobody has written holds anything on a GPU: the first flush of a chunk stores, later ones add.
         """
-        parts = jax.tree.map(scatter, take(buffers, jnp.int32(buffer)), self.replicas)
+        parts = jax.tree.map(lambda o, units: o.scatter_units(units), self.owners, take(buffers, jnp.int32(buffer)))
         before = jax.device_put(take(shards, chunk), jax.memory.Space.Device)
         after = jax.tree.map(lambda a, d: jnp.where(first > 0, d, a + d), before, parts)
         return vary(replace(shards, jax.device_put(after, jax.memory.Space.Host), chunk))

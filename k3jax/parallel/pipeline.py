@@ -93,13 +93,13 @@ def run(
     params: Tree,
     cotangent: jax.Array,
     policy: ActivationPolicy = KEEP_ALL,
-    replicas: Tree | None = None,
+    owners: Tree | None = None,
 ) -> Outcome:
     """Runs the table over params = {"embed", "chunks": [V, ...], "dense", "head"} of this rank.
 
     cotangent: of each token's loss (1 / number of targets). policy: where named activations wait for backward. Gradients are
-    this rank's own contributions: reduce them over the axes on which a parameter is replicated. replicas: these axes for
-    each leaf of the chunks; given, the gradients of chunks are reduced already, in shards ([V, elements of one owner],
+    this rank's own contributions: reduce them over the axes on which a parameter is replicated. owners: of each leaf
+    of the chunks; given, the gradients of chunks are reduced already, each replica has those that it owns ([V, slots, unit],
     see `ShardedSums`).
     """
     stages, stage = schedule.stages, lax.axis_index("pipe")
@@ -117,7 +117,7 @@ def run(
     shapes = pullback.shapes if pullback else {}
     stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
     no_name = vary(jnp.int32(0))
-    sums = ShardedSums(schedule, replicas) if replicas and pullback else WholeSums()
+    sums = ShardedSums(schedule, owners) if owners and pullback else WholeSums()
     contents = stores.encode(zeros(shapes), no_name)
     no_weights = zeros(example[0]) if pullback else None
     carry = dict(

@@ -32,9 +32,9 @@ class StepConfig:
     """Pipeline schedule."""
     virtual: int = 1
     """Virtual stages: chunks of layers on each pipeline stage."""
-    zero: Literal[0, 2] = 0
-    """What is sharded over replicas (data, expert, context): 0 nothing; 2 gradients: buffers for two chunks on the device,
-    the sums over microbatches in shards in host memory."""
+    zero: Literal[0, 1, 2] = 0
+    """What is sharded over replicas (data, expert, context): 0 nothing; 1 master weights and optimizer state, each matrix
+    whole on its owner; 2 gradients too: buffers for two chunks on the device, the sums over microbatches in host memory."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """muon keeps AdamW for what is not a matrix."""
     learning_rate: float = 3e-3
@@ -57,7 +57,12 @@ class StepConfig:
     def __post_init__(self):
         for name in ("global_batch", "seq_len", "microbatches", "virtual", "steps"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(self.zero in (0, 2), "zero", self.zero, "0 (nothing sharded over replicas) or 2 (gradients)")
+        require(
+            self.zero in (0, 1, 2),
+            "zero",
+            self.zero,
+            "0 (nothing sharded over replicas), 1 (optimizer) or 2 (gradients too)",
+        )
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "positive and finite")
         require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "at least 0 and finite")
         require(self.clip_norm > 0, "clip_norm", self.clip_norm, "positive (inf: never clip)")

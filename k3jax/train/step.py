@@ -31,7 +31,7 @@ from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
 from k3jax.parallel.pullback import HELD, STREAM
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import WEIGHT, forward_only
-from k3jax.sharding import owners_of, param_specs, reduce_gradients, scatter_gradients
+from k3jax.sharding import owners_of, param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import compiler_options
 from meshes import AXES, MeshSpec
@@ -46,8 +46,11 @@ class TrainState(NamedTuple):
     step: jax.Array
     """Steps taken, skipped ones included."""
     params: Any
-    """Master weights, float32."""
+    """Weights to compute with: float32, and the master weights where there are no others; else in the compute dtype."""
+    master: Any
+    """Master weights, float32, each element on its owner alone; None where nothing is sharded over replicas."""
     opt_state: Any
+    """Of the same elements as the master weights."""
     balance: Any
     """Quantile balancing's bias of every slot."""
     skipped: jax.Array
@@ -60,6 +63,7 @@ class Gradients(NamedTuple):
     loss: jax.Array
     """Mean cross entropy over the batch's targets, nats."""
     grads: Any
+    """float32, like the master weights."""
     histograms: Any
     """Quantile balancing's counts of every slot, {p: [S, V, J, E, N]}."""
     tokens: jax.Array
@@ -91,10 +95,13 @@ class TrainStep:
         self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(platform))
         self.specs = param_specs(config.model)
         self.learning_rate = learning_rate_schedule(config)
-        self.optimizer = make_optimizer(config, self.learning_rate)
+        shapes = jax.eval_shape(self._init_params)
+        self.groups = optimizer_groups(config, shapes)
+        self.owners = owners_of(shapes, self.specs, self.groups, dict(mesh.shape)) if config.zero else None
+        self.master_specs = jax.tree.map(lambda o: o.out_spec, self.owners) if self.owners else self.specs
+        self.optimizer = make_optimizer(config, self.learning_rate, self.groups)
         self.state_shapes = jax.eval_shape(self._init)
         self.state_shardings = self._shardings(self.state_shapes)
-        self.owners = owners_of(self.state_shapes.params, self.specs, dict(mesh.shape)) if config.zero else None
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
         held = {HELD} if WEIGHT in self.resolved.schedule.kinds else set()
         self.resolved.policy.check(self.activation_names | {STREAM} | held)
@@ -117,8 +124,22 @@ class TrainStep:
 
     @functools.cached_property
     def gradients(self):
-        """(params, balance, batch) -> Gradients, before clipping and optimizer."""
-        return self.jit(self._gradients)
+        """(params, balance, batch) -> Gradients, before clipping and optimizer; like the parameters, whoever owns them."""
+
+        def whole(*operands):
+            out = self._gradients(*operands)
+            return out._replace(grads=self._gather(out.grads)) if self.owners else out
+
+        return self.jit(whole)
+
+    @functools.cached_property
+    def with_params(self):
+        """A state with the weights that its master weights come to; what else it has for `params` is not read."""
+
+        def spread(state):
+            return state._replace(params=self._computed_with(state.master)) if self.owners else state
+
+        return jax.jit(spread, out_shardings=self.state_shardings)
 
     def place(self, batch: Batch) -> Batch:
         """A host batch of [global_batch, seq_len] arrays as [M, global_batch / M, seq_len] arrays on the mesh."""
@@ -160,17 +181,23 @@ class TrainStep:
 
     # ---- what is compiled ---------------------------------------------------------------------------------------------
 
+    def _init_params(self) -> Any:
+        return lm.init(self.config.model, self.layout, self.config.seed)
+
     def _init(self) -> TrainState:
-        params = lm.init(self.config.model, self.layout, self.config.seed)
+        params = self._init_params()
+        master = self._own(params) if self.owners else None
         balance = lm.init_balance(self.config.model, self.layout)
         zero = lambda: jnp.zeros((), jnp.int32)
-        return TrainState(zero(), params, self.optimizer.init(params), balance, zero())
+        opt_state = self.optimizer.init(params if master is None else master)
+        return TrainState(zero(), params if master is None else self._cast(params), master, opt_state, balance, zero())
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         out = self._gradients(state.params, state.balance, batch)
         norm = global_norm(out.grads)
         clipped = clip_by_norm(out.grads, norm, self.config.clip_norm)
-        updates, opt_state = self.optimizer.update(clipped, state.opt_state, state.params)
+        master = state.master if self.owners else state.params
+        updates, opt_state = self._update(clipped, state.opt_state, master)
         new_bias = functools.partial(balanced_bias, k=self.config.model.experts_per_token)
         balance = {
             "chunks": {
@@ -179,11 +206,14 @@ class TrainStep:
             }
         }
         right = out.misplaced == 0
-        finite = jnp.isfinite(out.loss) & jnp.isfinite(norm) & jnp.isfinite(global_norm(updates))
+        # From finite gradients follow finite updates; to look at these too would make every owner wait for all others.
+        finite = jnp.isfinite(out.loss) & jnp.isfinite(norm)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite & right, a, b), new, old)
+        master = keep(optax.apply_updates(master, updates), master)
         new_state = TrainState(
             state.step + 1,
-            keep(optax.apply_updates(state.params, updates), state.params),
+            self._computed_with(master) if self.owners else master,
+            master if self.owners else None,
             keep(opt_state, state.opt_state),
             keep(balance, state.balance),
             state.skipped + jnp.where(finite & right, 0, 1),
@@ -202,14 +232,36 @@ class TrainStep:
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        owners = self.owners
-        grad_specs = jax.tree.map(lambda o: o.out_spec, owners) if owners else self.specs
-        specs = Gradients._make([P(), grad_specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P(), P()])
+        specs = Gradients._make([P(), self.master_specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
-        out = self._sharded(local, specs)(params, balance, self._flags(), batch)
-        if not owners:
-            return out
-        return out._replace(grads=jax.tree.map(lambda g, o: o.whole(g, self.mesh), out.grads, owners))
+        return self._sharded(local, specs)(params, balance, self._flags(), batch)
+
+    def _update(self, grads: Any, opt_state: Any, master: Any) -> tuple[Any, Any]:
+        """The optimizer's updates and next state; each owner works on what it owns, and nothing is communicated."""
+        if not self.owners:
+            return self.optimizer.update(grads, opt_state, master)
+        specs = self.master_specs, jax.tree.map(lambda s: s.spec, self.state_shardings.opt_state), self.master_specs
+        update = jax.shard_map(self.optimizer.update, mesh=self.mesh, in_specs=specs, out_specs=specs[:2])
+        return update(grads, opt_state, master)
+
+    # ---- between whole parameters and their owners --------------------------------------------------------------------
+
+    def _own(self, params: Any) -> Any:
+        """The owners' arrays of whole parameters."""
+        own = lambda tree: jax.tree.map(lambda o, a: o.own(a), self.owners, tree)
+        return jax.shard_map(own, mesh=self.mesh, in_specs=(self.specs,), out_specs=self.master_specs)(params)
+
+    def _gather(self, owned: Any) -> Any:
+        """Whole parameters, or gradients, of the owners' arrays. One all-gather a leaf."""
+        gather = lambda tree: jax.tree.map(lambda o, a: o.gather(a), self.owners, tree)
+        return jax.shard_map(gather, mesh=self.mesh, in_specs=(self.master_specs,), out_specs=self.specs)(owned)
+
+    def _computed_with(self, master: Any) -> Any:
+        """The weights to compute with: in the compute dtype before they travel."""
+        return self._gather(self._cast(master))
+
+    def _cast(self, params: Any) -> Any:
+        return lm.cast_for_compute(self.config.model, params, jnp.dtype(self.config.dtype))
 
     def _evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         forward = forward_only(self.resolved.schedule)
@@ -234,17 +286,16 @@ class TrainStep:
     def _local_gradients(self, params, balance, flags, batch: Batch, *, schedule) -> Gradients:
         total = lax.psum((batch.targets >= 0).sum(), pipeline.REPLICAS)
         cotangent = 1.0 / jnp.maximum(total, 1)
-        owners = self.owners
-        replicas = jax.tree.map(lambda o: o.axes, owners["chunks"]) if owners else None
+        early = self.owners["chunks"] if self.owners and self.config.zero == 2 else None
         program, params = self._program(params, balance, flags, batch)
-        outcome = pipeline.run(schedule, program, params, cotangent, self.resolved.policy, replicas)
+        outcome = pipeline.run(schedule, program, params, cotangent, self.resolved.policy, early)
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
         stats = outcome.counts
         loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
-            scatter_gradients(grads, owners) if owners else reduce_gradients(grads, self.specs),
+            self._reduce(grads, early is not None),
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             tokens,
             load_metrics(loads),
@@ -252,10 +303,17 @@ class TrainStep:
             jax.tree.map(lambda n: lax.psum(n, AXES), outcome.traffic),
         )
 
+    def _reduce(self, grads: Any, chunks_reduced: bool) -> Any:
+        """Sums over replicas of each rank's contributions, like the master weights: whole, or each owner's alone."""
+        if not self.owners:
+            return reduce_gradients(grads, self.specs)
+        reduce = lambda part: lambda o, g: o.placed(g) if part == "chunks" and chunks_reduced else o.scatter(g)
+        return {part: jax.tree.map(reduce(part), self.owners[part], tree) for part, tree in grads.items()}
+
     def _program(self, params, balance, flags, batch: Batch) -> tuple[pipeline.Program, Any]:
         """The model as the executor's program, over this rank's parameters in the compute dtype."""
         config, dtype = self.config.model, jnp.dtype(self.config.dtype)
-        params = lm.cast_for_compute(config, params, dtype)
+        params = self._cast(params)
         mine = lambda tree: jax.tree.map(lambda a: a[0], tree)
         params = params | {"chunks": mine(params["chunks"])}
         balance, flags = mine(balance["chunks"]), mine(flags)
@@ -293,11 +351,12 @@ class TrainStep:
         return pipeline.Program(embed, chunk, extras, head, self.layout.blocks_begun), params
 
     def _shardings(self, state: TrainState) -> TrainState:
-        """Shardings of a state: optimizer leaves lie like the parameter whose path theirs ends with."""
-        specs = {
+        """Shardings of a state: optimizer leaves lie like the master weight whose path theirs ends with."""
+        by_path = lambda tree: {
             tuple(path): spec
-            for path, spec in jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=lambda x: isinstance(x, P))
+            for path, spec in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, P))
         }
+        specs = by_path(self.master_specs)
 
         def spec_of(path, leaf):
             tails = (specs.get(tuple(path[i:])) for i in range(len(path)))
@@ -305,7 +364,8 @@ class TrainStep:
 
         shardings = jax.tree_util.tree_map_with_path(lambda p, a: NamedSharding(self.mesh, spec_of(p, a)), state)
         stacked = jax.tree.map(lambda _: NamedSharding(self.mesh, STACKED), state.balance)
-        return shardings._replace(balance=stacked)
+        params = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
+        return shardings._replace(params=params, balance=stacked)
 
 
 def global_norm(grads: Any) -> jax.Array:
@@ -330,9 +390,18 @@ def learning_rate_schedule(config: StepConfig) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: StepConfig, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+def optimizer_groups(config: StepConfig, params: Any) -> Any:
+    """The `Group` of every parameter: AdamW alone has no matrices."""
+    groups = optim.parameter_groups(params)
+    if config.optimizer == "muon":
+        return groups
+    is_group = lambda x: isinstance(x, optim.Group)
+    return jax.tree.map(lambda g: optim.Group("adamw", g.decay), groups, is_leaf=is_group)
+
+
+def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, groups: Any) -> optax.GradientTransformation:
     factory = {"muon": optim.muon, "adamw": optim.adamw}[config.optimizer]
-    return factory(learning_rate, weight_decay=config.weight_decay)
+    return factory(learning_rate, weight_decay=config.weight_decay, groups=groups)
 
 
 def optimizer_count(state: TrainState) -> jax.Array:

@@ -30,6 +30,8 @@ class Toy:
     zero: int
     leaves: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: LEAVES)
     devices: list | None = None
+    matrices: tuple[str, ...] = ()
+    """Leaves whose last dims are a unit that has one owner; the others are dealt by elements."""
 
     @property
     def spec(self) -> MeshSpec:
@@ -49,7 +51,8 @@ class Toy:
     def owners(self) -> dict[str, Owners]:
         spec = lambda shape: P("pipe", None, *[None] * len(shape))
         stacked = lambda shape: (self.spec.pipe, self.virtual, *shape)
-        return {n: Owners(spec(s), stacked(s), self.spec.sizes, kept=2) for n, s in self.leaves.items()}
+        units = {n: len(s) if n in self.matrices else 0 for n, s in self.leaves.items()}
+        return {n: Owners(spec(s), stacked(s), self.spec.sizes, 2, units[n]) for n, s in self.leaves.items()}
 
     def problem(self, seed: int = 0):
         """params, inputs [M, ranks, width], and each microbatch's factor [M]."""
@@ -67,7 +70,9 @@ class Toy:
     @functools.cached_property
     def gradients(self):
         """Of `problem()`: sums over microbatches and replicas."""
-        whole = lambda grads: {name: o.whole(grads[name], self.built) for name, o in self.owners.items()}
+        gather = lambda grads: {name: o.gather(grads[name]) for name, o in self.owners.items()}
+        owned = {name: o.out_spec for name, o in self.owners.items()}
+        whole = jax.shard_map(gather, mesh=self.built, in_specs=(owned,), out_specs=P("pipe"))
         return jax.jit(lambda *problem: whole(self.sharded(*problem)) if self.zero else self.sharded(*problem))
 
     @functools.cached_property
@@ -96,8 +101,8 @@ class Toy:
         )
         mine = params | {"chunks": jax.tree.map(lambda a: a[0], params["chunks"])}
         sizes = dict(stages=self.spec.pipe, virtual=self.virtual, microbatches=self.microbatches)
-        replicas = {name: o.axes for name, o in self.owners.items()} if self.zero else None
-        out = pipeline.run(build(self.schedule, **sizes), program, mine, jnp.ones(()), replicas=replicas)
+        owners = self.owners if self.zero else None
+        out = pipeline.run(build(self.schedule, **sizes), program, mine, jnp.ones(()), owners=owners)
         chunks = out.grads["chunks"]
         if self.zero:
             return {name: o.placed(chunks[name]) for name, o in self.owners.items()}

@@ -132,6 +132,18 @@ class StackLayout:
             result[name] = (int(values.flat[0]) if values.size else 0) if static else traced[name][p]
         return result
 
+    def stored_layers(self, kind: str, p: int = 0, moe: bool = False) -> np.ndarray:
+        """Global layer of each stacked place of a parameter, −1 where there is none to keep.
+
+        kind: "chunks" ([S, V, J], slot p of a group) or "dense" ([layers]). moe: of a mixture, which layers with a dense FFN
+        do without.
+        """
+        dense = self.config.dense_layers
+        if kind == "dense":
+            return np.arange(dense)
+        layers = self.layer_table[..., p]
+        return np.where(layers >= (dense if moe else 0), layers, -1)
+
     def position(self, layer: int) -> tuple[int, int, int, int]:
         """(s, v, j, p) of a global layer."""
         s, v, j, p = (int(i[0]) for i in np.nonzero(self.layer_table == layer))

@@ -3,7 +3,8 @@
 In memory a layer is slot (s, v, j, p) of stacked leaves [S, V, J, ...]. On disk it is a few records on its own stage:
 each packs those arrays of the layer that lie alike into one, because a thousand small arrays are slow to write. Both
 ways run on every device over its own values alone: nothing is communicated and no device ever holds another's part,
-but during a save each holds its own part twice.
+but during a save each holds its own part twice. Arrays that lie in pieces with their owners are records as they are
+(`owned.py`): names and values are the same, and only where they are depends on the mesh.
 
 Not stored: inactive slots, and the mixture of a layer that has a dense FFN instead. They come back as zeros.
 
@@ -26,6 +27,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from k3jax.parallel.layout import StackLayout
+from k3jax.parallel.owners import Owners
+from k3jax.train.owned import OwnedLeaf, OwnedPlace, Read
 
 STACK_DIMS = {"chunks": 3, "dense": 1}
 """How many dims the leaves under such a key have in front of those of one layer: [S, V, J, ...], [layers, ...]."""
@@ -106,6 +109,26 @@ class Pack(NamedTuple):
         return f"{self.tree}/layers/{layer}/{part}{f'_{self.rows}_rows' if self.rows else ''}_{self.dtype}"
 
 
+class LayerName(NamedTuple):
+    """The name of a leaf of layers."""
+
+    format: str
+    """With {} for the layer, as in "params/layers/{}/attn/q_proj"."""
+    p: int
+    """Slot position, 0 for the dense FFN."""
+    moe: bool
+    """Part of the mixture, which layers with a dense FFN do without."""
+
+    @classmethod
+    def of(cls, name: str, kind: str) -> LayerName:
+        """From a name like "params/chunks/0/attn/q_proj"."""
+        prefix, _, rest = name.partition(f"/{kind}")
+        if kind == "dense":
+            return cls(f"{prefix}/layers/{{}}/dense{rest}", 0, False)
+        p, _, rest = rest.removeprefix("/").partition("/")
+        return cls(f"{prefix}/layers/{{}}/{rest or 'bias'}", int(p), prefix == "balance" or rest.startswith("moe/"))
+
+
 class Member(NamedTuple):
     """A leaf in a pack."""
 
@@ -121,10 +144,11 @@ class CanonicalForm:
     """The mapping between a state on a mesh and its records; it holds no values.
 
     abstract: a TrainState of shapes, with None for trees that are left out; shardings: a tree like it, on one mesh.
+    owners: a tree like the parameters, of those whose master weights and optimizer state lie with their owners, or None.
     Raises ValueError for a leaf of layers that is sharded otherwise than stages over pipe and one dim over expert.
     """
 
-    def __init__(self, abstract: Any, shardings: Any, layout: StackLayout):
+    def __init__(self, abstract: Any, shardings: Any, layout: StackLayout, owners: Any = None):
         paths, self._tree = jax.tree_util.tree_flatten_with_path(abstract)
         self._leaves = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -134,46 +158,55 @@ class CanonicalForm:
         self._whole: dict[str, int] = {}
         """Numbers of the leaves that are not of layers, by name."""
         self._packs: dict[Pack, list[Member]] = {}
+        self._owned: list[OwnedLeaf] = []
+        owned = {tuple(path): each for path, each in jax.tree_util.tree_leaves_with_path(owners)}
         for number, (path, name) in enumerate(zip(paths, readable_names([p for p, _ in paths]), strict=True)):
             keys = [word(key) for key in path[0]]
             kind = next((key for key in keys if key in STACK_DIMS), None)
-            if kind is None:
+            tails = (owned.get(tuple(path[0][i:])) for i in range(len(path[0])))
+            each = next((each for each in tails if each is not None), None)
+            if each is not None:
+                self._own(number, name, kind, each)
+            elif kind is None:
                 self._whole[name] = number
             else:
                 self._pack(number, name, kind, self._leaves[number])
 
+    def _own(self, number: int, name: str, kind: str | None, owners: Owners) -> None:
+        dtype, named, layers = np.dtype(self._leaves[number].dtype).name, name, None
+        if kind is not None:
+            layer = LayerName.of(name, kind)
+            named, layers = layer.format, self._layout.stored_layers(kind, layer.p, layer.moe)
+        self._owned.append(OwnedLeaf(number, name, named, layers, owners, dtype))
+
     def _pack(self, number: int, name: str, kind: str, leaf: jax.ShapeDtypeStruct) -> None:
-        prefix, _, rest = name.partition(f"/{kind}")
-        p = 0
-        if kind == "chunks":
-            slot, _, rest = rest.removeprefix("/").partition("/")
-            p, rest = int(slot), f"/{rest or 'bias'}"
-        else:
-            rest = f"/dense{rest}"
+        layer = LayerName.of(name, kind)
         spec = (*leaf.sharding.spec, *[None] * leaf.ndim)[STACK_DIMS[kind] : leaf.ndim]
         split = [dim for dim, axes in enumerate(spec) if axes is not None]
         if [spec[dim] for dim in split] not in ([], ["expert"]):
             raise ValueError(f"{name} is sharded as {spec} within a layer: a checkpoint takes one dim, over expert")
         dtype, shape = np.dtype(leaf.dtype).name, leaf.shape[STACK_DIMS[kind] :]
         pack = Pack(
-            tree=prefix.partition("/")[0],
+            tree=name.partition("/")[0],
             kind=kind,
-            p=p,
-            moe=kind == "chunks" and (prefix == "balance" or rest.startswith("/moe/")),
+            p=layer.p,
+            moe=layer.moe,
             rows=shape[split[0]] if split else 0,
             dtype=dtype,
         )
         members = self._packs.setdefault(pack, [])
         start = members[-1].place.end if members else 0
         place = Place("", dtype, shape, start, split[0] if split else None)
-        members.append(Member(number, f"{prefix}/layers/{{}}{rest}", place))
+        members.append(Member(number, layer.format, place))
 
     # ---- what is on disk ---------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def index(self) -> dict[str, Place]:
-        """Where every named array is; it does not depend on the mesh."""
-        index = {}
+    def index(self) -> dict[str, Place | OwnedPlace]:
+        """Where every named array is; but for arrays with owners it does not depend on the mesh."""
+        index: dict[str, Place | OwnedPlace] = {}
+        for leaf in self._owned:
+            index |= leaf.places()
         for name, number in self._whole.items():
             leaf = self._leaves[number]
             index[name] = Place(name, np.dtype(leaf.dtype).name, leaf.shape)
@@ -186,20 +219,21 @@ class CanonicalForm:
     @functools.cached_property
     def records(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of every record. Those of a layer are on the devices of its stage."""
-        records = {name: self._leaves[number] for name, number in self._whole.items()}
+        records = {name: self._leaves[number] for name, number in self._as_they_are}
         for pack in self._packs:
             for layer in self._layers(pack):
                 stage = None if pack.kind == "dense" else self._layout.position(layer)[0]
                 records[pack.record(layer)] = self._record(pack, stage)
         return records
 
+    @property
+    def _as_they_are(self) -> list[tuple[str, int]]:
+        """Names and numbers of the leaves that are records themselves."""
+        return [*self._whole.items(), *((leaf.record, leaf.number) for leaf in self._owned)]
+
     def _layers(self, pack: Pack) -> list[int]:
         """The layers that have such a record."""
-        dense = self._layout.config.dense_layers
-        if pack.kind == "dense":
-            return list(range(dense))
-        first = dense if pack.moe else 0
-        return [int(layer) for layer in self._layout.layer_table[..., pack.p].flat if layer >= first]
+        return [int(layer) for layer in self._layout.stored_layers(pack.kind, pack.p, pack.moe).flat if layer >= 0]
 
     def _record(self, pack: Pack, stage: int | None) -> jax.ShapeDtypeStruct:
         columns = self._packs[pack][-1].place.end
@@ -218,8 +252,9 @@ class CanonicalForm:
     def to_records(self, state: Any) -> dict[str, jax.Array]:
         """The records of a state, as `records` describes them."""
         leaves = jax.tree.leaves(state)
-        result = {name: leaves[number] for name, number in self._whole.items()}
-        for (pack, slot), packed in zip(self._slots, self._pack_leaves(leaves), strict=True):
+        result = {name: leaves[number] for name, number in self._as_they_are}
+        packs = self._pack_leaves(leaves) if self._slots else []
+        for (pack, slot), packed in zip(self._slots, packs, strict=True):
             if pack.kind == "dense":
                 result[pack.record(*slot)] = packed
                 continue
@@ -236,7 +271,7 @@ class CanonicalForm:
         Each device's part is put together in host memory: that needs no compilation, for something done once.
         """
         leaves: list[Any] = [None] * len(self._leaves)
-        for name, number in self._whole.items():
+        for name, number in self._as_they_are:
             leaves[number] = records[name]
         for pack, members in self._packs.items():
             slots = [slot for of, slot in self._slots if of == pack]
@@ -249,12 +284,13 @@ class CanonicalForm:
                 leaves[number] = assemble(leaf, jax.device_put(parts, devices, may_alias=False))
         return jax.tree.unflatten(self._tree, leaves)
 
-    def records_of(self, read: Callable[[str, tuple[slice, ...]], np.ndarray]) -> dict[str, jax.Array]:
+    def records_of(self, read: Read) -> dict[str, jax.Array]:
         """The records, as `records` describes them, of arrays that `read(name, index)` gives part by part.
 
         One device's part of one record at a time is in host memory; what replicas share is read once.
         """
         result = {name: placed(self.records[name], functools.partial(read, name)) for name in self._whole}
+        result |= {leaf.record: placed(self.records[leaf.record], leaf.part(read)) for leaf in self._owned}
         for pack, members in self._packs.items():
             for layer in self._layers(pack):
 
@@ -356,7 +392,7 @@ def readable_names(paths: list[tuple[Any, ...]]) -> list[str]:
     """Names like "optimizer/muon/mu/chunks/0/attn/q_proj"; optax's wrappers show only where they tell apart."""
 
     def name(path, brief):
-        words = ["optimizer" if word(path[0]) == "opt_state" else word(path[0])]
+        words = [{"opt_state": "optimizer", "master": "params"}.get(word(path[0]), word(path[0]))]
         for key in path[1:]:
             noise = isinstance(key, jax.tree_util.SequenceKey) or re.fullmatch("inner_states?", word(key))
             if not (brief and noise):

@@ -20,17 +20,19 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from k3jax.train import step_directory
 from k3jax.train.canonical import CanonicalForm, Place
 from k3jax.train.config import StepConfig
+from k3jax.train.owned import OwnedPlace
 from k3jax.train.step import TrainState, TrainStep
 
 # Orbax logs, with tracebacks, what it raises as well.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 STATE = "state"
-WEIGHTS = ("params", "balance")
+WEIGHTS = ("params", "master", "balance")
 """What a model computes with; the rest of a state is of its training."""
 SPLIT_FROM_BYTES = 1 << 24
 """Replicas share the writing of larger records; for small ones the slicing costs more than it saves."""
@@ -48,11 +50,7 @@ class Checkpoints:
             raise ValueError(f"keep={keep}: must be at least 1, the newest checkpoint")
         self.directory, self.keep = Path(directory).absolute(), keep
         self._step = train_step
-        self.form = (
-            weights_form(train_step)
-            if weights_only
-            else CanonicalForm(train_step.state_shapes, train_step.state_shardings, train_step.layout)
-        )
+        self.form = weights_form(train_step) if weights_only else form_of(train_step)
         processes = [{d.process_index for d in like.sharding.device_set} for like in self.form.records.values()]
         if jax.process_count() > 1 and min(map(len, processes)) == 1:
             raise ValueError(
@@ -127,17 +125,16 @@ class Checkpoints:
         """
         manifest = self._manifest(step)
         check_config(manifest, self._step.config)
-        return self._read(step, manifest, self.form), manifest["extra"]
+        return self._step.with_params(self._read(step, manifest, self.form)), manifest["extra"]
 
-    def restore_weights(self, step: int) -> tuple[Any, Any]:
-        """(parameters, the router's bias) alone, to start another run from; the optimizer may be another.
+    def restore_weights(self, step: int) -> TrainState:
+        """A state of `WEIGHTS` alone, None for the rest, to start another run from; the optimizer may be another.
 
-        Raises as `restore`. The bias is part of what the model computes: without it other experts are chosen.
+        Raises as `restore`. The router's bias is part of what the model computes: without it other experts are chosen.
         """
         manifest = self._manifest(step)
         check_config(manifest, self._step.config, weights_only=True)
-        state = self._read(step, manifest, weights_form(self._step))
-        return state.params, state.balance
+        return self._step.with_params(self._read(step, manifest, weights_form(self._step)))
 
     def _manifest(self, step: int) -> dict[str, Any]:
         self.wait()
@@ -147,40 +144,63 @@ class Checkpoints:
         trees = {name.partition("/")[0] for name in form.index}
         saved = {name: place for name, place in places(manifest).items() if name.partition("/")[0] in trees}
         check_arrays(saved, form.index)
-        how = {
-            name: ocp.ArrayRestoreArgs(dtype=like.dtype, sharding=like.sharding, global_shape=like.shape)
-            for name, like in form.records.items()
-        }
-        return form.from_records(read_records(self.directory / str(step), how))
+        if saved == form.index:
+            how = {
+                name: ocp.ArrayRestoreArgs(dtype=like.dtype, sharding=like.sharding, global_shape=like.shape)
+                for name, like in form.records.items()
+            }
+            return form.from_records(read_records(self.directory / str(step), how))
+        return form.from_records(form.records_of(Arrays(self.directory / str(step), saved).read))
+
+
+def form_of(train_step: TrainStep, **replaced: Any) -> CanonicalForm:
+    """The form of a step's states, with `replaced` fields. Weights that follow from master weights are not stored."""
+    if train_step.owners:
+        replaced["params"] = None
+    shapes, shardings = train_step.state_shapes._replace(**replaced), train_step.state_shardings._replace(**replaced)
+    return CanonicalForm(shapes, shardings, train_step.layout, train_step.owners)
 
 
 def weights_form(train_step: TrainStep) -> CanonicalForm:
     """The form of states that are None but for `WEIGHTS`."""
-    rest = dict.fromkeys(set(TrainState._fields) - set(WEIGHTS))
-    shapes, shardings = train_step.state_shapes._replace(**rest), train_step.state_shardings._replace(**rest)
-    return CanonicalForm(shapes, shardings, train_step.layout)
+    return form_of(train_step, **dict.fromkeys(set(TrainState._fields) - set(WEIGHTS)))
 
 
 # ---- without a run ---------------------------------------------------------------------------------------------------
 
 
-def places(manifest: dict[str, Any]) -> dict[str, Place]:
+def places(manifest: dict[str, Any]) -> dict[str, Place | OwnedPlace]:
     """Where each array of a step is, by name."""
-    return {
-        name: Place(record, dtype, tuple(shape), start, axis)
-        for name, (record, dtype, shape, start, axis) in manifest["arrays"].items()
-    }
+    kinds: dict[int, Any] = {len(kind._fields): kind for kind in (Place, OwnedPlace)}
+    fixed = lambda field: tuple(field) if isinstance(field, list) else field
+    return {name: kinds[len(fields)](*map(fixed, fields)) for name, fields in manifest["arrays"].items()}
+
+
+class Arrays:
+    """The arrays of a step by name, in host memory: of a packed record all that is in it, of owners' arrays what is asked for.
+
+    The record that was read last is kept. where: as `places` gives it.
+    """
+
+    def __init__(self, directory: Path, where: Mapping[str, Place | OwnedPlace]):
+        self.directory, self.where = directory, where
+        self._last: tuple[str, Any] = "", None
+
+    def read(self, name: str, index: tuple[Any, ...] = (...,)) -> np.ndarray:
+        """Part of an array."""
+        place = self.where[name]
+        if self._last[0] != place.record:
+            record = open_record(self.directory / STATE, place.record)
+            self._last = place.record, np.asarray(record) if isinstance(place, Place) else record
+        return place.take(self._last[1])[index]
 
 
 def read_arrays(directory: Path, step: int, manifest: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every array of a step by name, in host memory, layer after layer; no more than one record at a time."""
-    records: dict[str, list[tuple[str, Place]]] = {}
-    for name, place in places(manifest).items():
-        records.setdefault(place.record, []).append((name, place))
-    for record in sorted(records, key=natural_order):
-        (values,) = read_records(directory / str(step), {record: ocp.RestoreArgs(restore_type=np.ndarray)}).values()
-        for name, place in records[record]:
-            yield name, place.take(values)
+    """Every array of a step by name, layer after layer; no more than one record at a time is in host memory."""
+    arrays = Arrays(directory / str(step), places(manifest))
+    together = lambda name: place.record if isinstance(place := arrays.where[name], Place) else name
+    for name in sorted(arrays.where, key=lambda name: natural_order(together(name))):
+        yield name, arrays.read(name)
 
 
 def check_config(manifest: dict[str, Any], config: StepConfig, *, weights_only: bool = False) -> None:
@@ -200,10 +220,12 @@ def check_config(manifest: dict[str, Any], config: StepConfig, *, weights_only: 
         )
 
 
-def check_arrays(saved: dict[str, Place], here: dict[str, Place]) -> None:
+def check_arrays(saved: dict[str, Place | OwnedPlace], here: dict[str, Place | OwnedPlace]) -> None:
     """ValueError if names, shapes or types of a step are not those that this program expects."""
+    kind = lambda place: f"{place.dtype}{list(place.shape)}"
     missing, unexpected = [name for name in here if name not in saved], [name for name in saved if name not in here]
-    other = [f"{name} as {saved[name]}, not {here[name]}" for name in here if saved.get(name, here[name]) != here[name]]
+    both = [(name, kind(saved[name]), kind(here[name])) for name in here if name in saved]
+    other = [f"{name} as {there}, not {mine}" for name, there, mine in both if there != mine]
     said = [
         f"{what} {len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         for what, names in (("lacks", missing), ("has besides", unexpected), ("stores otherwise", other))
@@ -239,6 +261,12 @@ def read_records(path: Path, how: Mapping[str, ocp.RestoreArgs]) -> dict[str, An
         args = ocp.args.PyTreeRestore(item=tree, restore_args=tree, partial_restore=True)
         read = reader.restore((path / STATE).absolute(), args=args)
     return {name: functools.reduce(lambda at, key: at[key], name.split("/"), read) for name in how}
+
+
+def open_record(path: Path, record: str) -> Any:
+    """A record of a step as Orbax wrote it; slices of it are read when they become arrays."""
+    kvstore = {"driver": "ocdbt", "base": f"file://{path.absolute()}", "path": f"{record.replace('/', '.')}/"}
+    return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

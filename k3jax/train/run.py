@@ -137,8 +137,8 @@ class Run:
             self.state = self.train_step.init()
         if self.weights and self.weights.step is not None:
             other = Checkpoints(self.weights.directory, self.train_step)
-            params, balance = other.restore_weights(self.weights.step)
-            self.state = self.state._replace(params=params, balance=balance)
+            weights = other.restore_weights(self.weights.step)
+            self.state = self.state._replace(**{k: v for k, v in weights._asdict().items() if v is not None})
         self._skipped = int(self.state.skipped)
         told = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(RunConfig)}
         told |= {"mesh": str(self.spec), "step": dataclasses.asdict(self.config.step)}

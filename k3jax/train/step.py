@@ -132,14 +132,13 @@ class TrainStep:
 
         return self.jit(whole)
 
+    def with_params(self, state: TrainState) -> TrainState:
+        """The state with the weights that its master weights come to, whatever it has for `params`."""
+        return state._replace(params=self._params_of(state.master)) if self.owners else state
+
     @functools.cached_property
-    def with_params(self):
-        """A state with the weights that its master weights come to; what else it has for `params` is not read."""
-
-        def spread(state):
-            return state._replace(params=self._computed_with(state.master)) if self.owners else state
-
-        return jax.jit(spread, out_shardings=self.state_shardings)
+    def _params_of(self):
+        return jax.jit(self._computed_with, out_shardings=self.state_shardings.params)
 
     def place(self, batch: Batch) -> Batch:
         """A host batch of [global_batch, seq_len] arrays as [M, global_batch / M, seq_len] arrays on the mesh."""

@@ -10,15 +10,11 @@ import pytest
 from compiled import loop_copies
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import lax
-from jax.sharding import PartitionSpec as P
 from zero_toy import LEAVES, Toy
 
 from k3jax import compat
-from k3jax.parallel.owners import Owners
 from k3jax.parallel.schedules import NAMES, RECIPES, build, forward_only
 from k3jax.parallel.zero import buffering, bytes_per_parameter
-from meshes import MeshSpec
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
@@ -121,41 +117,6 @@ def test_leaves_that_do_not_divide_by_their_replicas_get_the_same_gradients(mesh
         assert got[leaf].shape == want[leaf].shape and got[leaf].dtype == want[leaf].dtype == jnp.float32
         # float32 sums in another order: replicas before microbatches
         np.testing.assert_allclose(got[leaf], want[leaf], atol=1e-6 * float(jnp.abs(want[leaf]).max()))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("spec", "shape", "kept"),
-    [
-        (P(None), (5,), 0),
-        (P(None), (7,), 0),
-        (P(None, None), (1, 1), 0),
-        (P("pipe", None, None, "expert"), (2, 3, 5, 4), 2),
-        (P("pipe", None), (6, 3), 0),
-        (P(None, "expert", None, "pipe"), (3, 2, 5, 4), 1),
-    ],
-)
-def test_every_element_has_one_owner(spec, shape, kept):
-    """Each device contributes its own numbers; the owners' parts together are the sum, element by element."""
-    mesh = MeshSpec.parse("data=2,pipe=2,expert=2").build()
-    owners = Owners(spec, shape, dict(mesh.shape), kept)
-    assert (owners.owned - 1) * owners.replicas < owners.elements <= owners.owned * owners.replicas
-
-    def local(a):
-        mine = a * (1 + lax.axis_index(owners.axes))  # replicas are told apart
-        return owners.scatter(mine), lax.psum(mine, owners.axes)
-
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(owners.out_spec, spec))
-
-    def both(a):
-        parts, whole = sharded(a)
-        return parts, owners.whole(parts, mesh), whole
-
-    parts, got, want = jax.jit(both)(jnp.arange(1.0, 1 + math.prod(shape)).reshape(shape))
-    np.testing.assert_array_equal(got, want)
-    # No element lies twice: the parts are apart, and sum to what the whole sums to.
-    assert len({str(shard.index) for shard in parts.addressable_shards}) == mesh.devices.size
-    assert float(parts.sum()) == float(want.sum())
 
 
 # ---- what the device holds -------------------------------------------------------------------------------------------

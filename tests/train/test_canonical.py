@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.configs import ModelConfig
 from k3jax.parallel.layout import StackLayout
+from k3jax.parallel.owners import Owners
 from k3jax.train.canonical import CanonicalForm
 from k3jax.train.step import TrainState
 from meshes import MeshSpec
@@ -64,6 +65,7 @@ class Case:
         both = TrainState(
             step=leaf((), dtype="int32"),
             params=params,
+            master=None,
             opt_state=({"inner_states": {"muon": Moments(leaf((), dtype="int32"), moments)}},),
             balance={"chunks": {p: leaf((*stack, 4), "pipe") for p in ("0", "1")}},
             skipped=leaf((), dtype="int32"),
@@ -184,7 +186,84 @@ def test_optimizer_names_keep_what_tells_them_apart():
     case = Case("data=1", 1)
     twice = (case.shapes.opt_state[0], case.shapes.opt_state[0])
     shardings = (case.shardings.opt_state[0], case.shardings.opt_state[0])
-    nothing = TrainState(None, None, None, None, None)
+    nothing = TrainState(None, None, None, None, None, None)
     form = CanonicalForm(nothing._replace(opt_state=twice), nothing._replace(opt_state=shardings), case.layout)
     assert "optimizer/0/inner_states/muon/count" in form.index and "optimizer/1/inner_states/muon/count" in form.index
     assert "optimizer/1/inner_states/muon/mu/layers/6/moe/norm" in form.index
+
+
+# ---- arrays with owners ----------------------------------------------------------------------------------------------------
+
+
+class OwnedCase(Case):
+    """The same with the parameters' matrices and elements dealt to owners; `params` are left out, as they follow."""
+
+    def __init__(self, mesh: str, virtual: int):
+        super().__init__(mesh, virtual)
+        specs = jax.tree.map(lambda s: s.spec, self.shardings.params)
+        matrices = {"gate", "expert_up", "expert_down", "up"}  # the rest, dense "down" among them, lies by elements
+
+        def own(path, a, spec):
+            name, part = path[-1].key, path[0].key
+            return Owners(spec, a.shape, dict(self.mesh.shape), 2 * (part == "chunks"), 2 * (name in matrices))
+
+        self.owners = jax.tree_util.tree_map_with_path(own, self.shapes.params, specs)
+        self.whole = self.shapes, self.shardings
+        of = lambda o: jax.ShapeDtypeStruct(o.owned_shape, np.float32)
+        lies = lambda o: NamedSharding(self.mesh, o.out_spec)
+        mu = {part: self.owners[part] for part in ("chunks", "dense")}
+        state = lambda leaf, old: TrainState(
+            old.step,
+            None,
+            jax.tree.map(leaf, self.owners),
+            ({"inner_states": {"muon": Moments(old.step, jax.tree.map(leaf, mu))}},),
+            old.balance,
+            old.skipped,
+        )
+        self.shapes, self.shardings = state(of, self.shapes), state(lies, self.shardings)
+        self.form = CanonicalForm(self.shapes, self.shardings, self.layout, self.owners)
+
+    def dealt(self, whole):
+        """The state whose whole arrays these are."""
+        specs = jax.tree.map(lambda s: s.spec, self.whole[1])
+
+        def deal(owners, tree, spec):
+            out = jax.tree.map(lambda o: o.out_spec, owners)
+            own = lambda tree: jax.tree.map(lambda o, a: o.own(a.astype(np.float32)), owners, tree)
+            return jax.jit(jax.shard_map(own, mesh=self.mesh, in_specs=(spec,), out_specs=out))(tree)
+
+        moments, mu = (s.opt_state[0]["inner_states"]["muon"] for s in (whole, specs))
+        mu_owners = {part: self.owners[part] for part in mu.mu}
+        moments = moments._replace(mu=deal(mu_owners, moments.mu, mu.mu))
+        master = deal(self.owners, whole.params, specs.params)
+        return whole._replace(params=None, master=master, opt_state=({"inner_states": {"muon": moments}},))
+
+
+OWNED_MESHES = [("data=2,pipe=2,expert=2", 2), ("expert=4,context=2", 3), ("data=8", 1)]
+
+
+@pytest.fixture(scope="module")
+def named():
+    """Every named array of one state, from the form without owners."""
+    case = Case("data=1", 1)
+    state = case.state(7)
+    return stored(case.form, case.form.to_records(state))
+
+
+@pytest.mark.parametrize(("mesh", "virtual"), OWNED_MESHES)
+def test_owners_arrays_hold_what_is_stored_under_each_name(mesh, virtual, named):
+    """The same state dealt to owners: every named array is found in the records, with nothing of a neighbour or padding."""
+    case = OwnedCase(mesh, virtual)
+    plain = Case(mesh, virtual)
+    read = lambda name, index: named[name][index]
+    dealt = case.dealt(plain.form.from_records(plain.form.records_of(read)))
+    records = case.form.to_records(dealt)
+    arrays = stored(case.form, records)
+    assert arrays.keys() == named.keys()
+    for name, array in arrays.items():
+        assert np.array_equal(array, named[name].astype(array.dtype)), name
+    # And back, from names alone: the very same arrays, padding and places that hold nothing included.
+    again = case.form.records_of(read)
+    for name, record in records.items():
+        assert again[name].sharding.is_equivalent_to(record.sharding, record.ndim), name
+        assert np.array_equal(again[name], record), name

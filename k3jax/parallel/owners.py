@@ -132,6 +132,11 @@ class Owners:
         return math.prod(self.local)
 
     @property
+    def padded(self) -> int:
+        """Elements of a device's part with the padding that makes it divide, of one chunk."""
+        return self.owners * self.slots * math.prod(self.local_unit)
+
+    @property
     def owned(self) -> int:
         """Elements of one owner, padding included, of one chunk."""
         return self.slots * math.prod(self.unit)
@@ -216,7 +221,7 @@ class Owners:
 # ---- who gets what there are few of --------------------------------------------------------------------------------------
 
 
-def balanced(owners: Sequence[Owners], costs: Sequence[float]) -> list[Owners]:
+def balanced(owners: Sequence[Owners], costs: Sequence[int | float]) -> list[Owners]:
     """The same, with the owners of parameters of fewer units than owners chosen so that work is spread.
 
     costs: of one unit of each. Greedy, the largest first: each goes to the neighbouring devices whose most loaded one has the
@@ -233,7 +238,7 @@ def balanced(owners: Sequence[Owners], costs: Sequence[float]) -> list[Owners]:
     return result
 
 
-def loads(owners: Sequence[Owners], costs: Sequence[float]) -> np.ndarray:
+def loads(owners: Sequence[Owners], costs: Sequence[int | float]) -> np.ndarray:
     """Sum of the costs of the units of each device, padding left out: [data, pipe, expert, context]."""
     of = lambda each, cost: cost * _units(each)
     zero = np.zeros([owners[0].sizes[axis] for axis in AXES]) if owners else np.zeros(())

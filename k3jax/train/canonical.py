@@ -154,6 +154,7 @@ class CanonicalForm:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for (_, leaf), sharding in zip(paths, jax.tree.leaves(shardings), strict=True)
         ]
+        self._stored = [tree is not None for tree in abstract]
         self._layout, self._mesh = layout, self._leaves[0].sharding.mesh
         self._whole: dict[str, int] = {}
         """Numbers of the leaves that are not of layers, by name."""
@@ -250,8 +251,8 @@ class CanonicalForm:
     # ---- to records and back -----------------------------------------------------------------------------------------
 
     def to_records(self, state: Any) -> dict[str, jax.Array]:
-        """The records of a state, as `records` describes them."""
-        leaves = jax.tree.leaves(state)
+        """The records of a state, as `records` describes them; trees that are left out may be there or not."""
+        leaves = jax.tree.leaves([tree for tree, stored in zip(state, self._stored, strict=True) if stored])
         result = {name: leaves[number] for name, number in self._as_they_are}
         packs = self._pack_leaves(leaves) if self._slots else []
         for (pack, slot), packed in zip(self._slots, packs, strict=True):

@@ -192,7 +192,7 @@ class Arrays:
         if self._last[0] != place.record:
             record = open_record(self.directory / STATE, place.record)
             self._last = place.record, np.asarray(record) if isinstance(place, Place) else record
-        return place.take(self._last[1])[index]
+        return np.asarray(place.take(self._last[1])[index])
 
 
 def read_arrays(directory: Path, step: int, manifest: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

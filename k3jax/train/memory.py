@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Int64
 
 from k3jax.activations.residency import by_tick, reserved, resident
 from k3jax.parallel import pipeline
 from k3jax.parallel.relay import Relay
 from k3jax.parallel.schedules import Schedule
-from k3jax.parallel.zero import BUFFERS
-from k3jax.train.plan import bytes_per_rank
+from k3jax.train.plan import buffer_bytes, bytes_per_rank
 from k3jax.train.step import TrainStep
 from k3jax.train.stored import StoredLeaf, of_program
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def memory(step: TrainStep) -> list[Part]:
-    """Parameters, optimizer state, the compute dtype's copy, gradients, mailbox, and stores by policy; traced, not compiled."""
+    """Weights, optimizer state, gradients, mailbox, and stores by policy; traced, not compiled."""
     schedule, shardings = step.resolved.schedule, step.state_shardings
     of = lambda name: bytes_per_rank(getattr(step.state_shapes, name), getattr(shardings, name))
 
@@ -52,6 +52,7 @@ def memory(step: TrainStep) -> list[Part]:
     copied = 0 if cast == of("params") else cast
     constant = [
         ("parameters", of("params")),
+        ("master weights", of("master")),
         ("optimizer state", of("opt_state") + of("balance")),
         (f"parameters in {step.config.dtype}", copied),
         ("gradients", gradients(step)),
@@ -67,12 +68,10 @@ def memory(step: TrainStep) -> list[Part]:
 
 def gradients(step: TrainStep) -> int:
     """Bytes of the sums that the executor's loop carries on the device; with ZeRO-2, chunks have a few buffers for all."""
-    shapes, shardings = step.state_shapes.params, step.state_shardings.params
-    if not step.owners:
-        return bytes_per_rank(shapes, shardings)
-    rest = sum(bytes_per_rank(shapes[part], shardings[part]) for part in shapes if part != "chunks")
-    padded = sum(owned.owned * owned.replicas for owned in jax.tree.leaves(step.owners["chunks"]))
-    return rest + 4 * min(BUFFERS, step.config.virtual) * padded
+    shapes, specs = jax.eval_shape(step.init_params), step.specs
+    whole = lambda part: bytes_per_rank(shapes[part], jax.tree.map(lambda s: NamedSharding(step.mesh, s), specs[part]))
+    rest = sum(whole(part) for part in shapes if part != "chunks")
+    return rest + (buffer_bytes(step) if step.config.zero == 2 else whole("chunks"))
 
 
 def stores(schedule: Schedule, leaves: list[StoredLeaf]) -> list[Part]:

@@ -6,7 +6,7 @@ Such an array is a record as it is. Which of its units are whose layer's is a ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class OwnedPlace(NamedTuple):
     parts: tuple[int, ...]
     """Dims of the named array that are divided among parts."""
 
-    def take(self, record: np.ndarray) -> np.ndarray:
+    def take(self, record: Any) -> np.ndarray:
         """The array out of its record. Anything that is sliced like an array will do, and is sliced once."""
         every = (slice(None),) * len(self.parts)
         held = np.asarray(record[(*self.at, *every, slice(*self.units))])

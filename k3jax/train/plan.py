@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from k3jax.parallel.relay import Relay
 from k3jax.parallel.zero import BUFFERS, bytes_per_parameter
@@ -89,15 +90,15 @@ def _parameters(step: TrainStep) -> Rows:
 
 def _gradients(step: TrainStep) -> Rows:
     config, sizes = step.config, step.resolved.mesh.sizes
-    whole = bytes_per_rank(step.state_shapes.params, step.state_shardings.params)
+    whole, master = float32_bytes(step)
     if not step.owners:
         said = f"{in_bytes(whole)} on every replica"
+    elif config.zero == 1:
+        said = f"{in_bytes(whole)} in the pipeline; then {in_bytes(master)} on each owner"
     else:
         buffers = f"{in_bytes(buffer_bytes(step))} in {min(BUFFERS, config.virtual)} chunk buffers"
         shards = 4 * config.virtual * sum(o.owned for o in jax.tree.leaves(step.owners["chunks"]))
-        said = (
-            f"{buffers}, {in_bytes(shards)} of shards in host memory; then whole for the optimizer, {in_bytes(whole)}"
-        )
+        said = f"{buffers}, {in_bytes(shards)} of shards in host memory; then {in_bytes(master)} on each owner"
     dense, experts = (
         math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context"))
     )
@@ -108,24 +109,34 @@ def _gradients(step: TrainStep) -> Rows:
 
 
 def _each(config: StepConfig, replicas: int) -> str:
-    """Bytes per parameter of a chunk. Optimizer states are not sharded over replicas yet, whatever zero is."""
-    numbers = dict(
+    """Bytes per parameter of a chunk."""
+    held = bytes_per_parameter(
+        config.zero,
+        replicas,
         virtual=config.virtual,
-        weight=0 if config.dtype == "float32" else 2,  # the master weight is also what is computed with
+        # Float32 master weights that nobody shares out are also what is computed with.
+        weight={"float32": 4 if config.zero else 0, "bfloat16": 2}[config.dtype],
         moments={"muon": 4, "adamw": 8}[config.optimizer],
     )
-    gradient = bytes_per_parameter(config.zero, replicas, **numbers)
-    held = gradient._replace(optimizer=bytes_per_parameter(0, replicas, **numbers).optimizer)
     on_host = f" and {held.host:.3g} in host memory" if held.host else ""
     return f"{held.device:.3g} on the device{on_host} with {replicas} replicas"
 
 
+def float32_bytes(step: TrainStep) -> tuple[int, int]:
+    """Of one float32 number for each parameter of a rank: of all that it computes with, and of those that it owns."""
+    shapes = jax.eval_shape(step.init_params)
+    lie = lambda specs: jax.tree.map(lambda spec: NamedSharding(step.mesh, spec), specs)
+    whole = bytes_per_rank(shapes, lie(step.specs))
+    if not step.owners:
+        return whole, whole
+    return whole, bytes_per_rank(step.state_shapes.master, step.state_shardings.master)
+
+
 def buffer_bytes(step: TrainStep) -> int:
     """Of a rank's buffers for the gradients of chunks; 0 where those are whole."""
-    if not step.owners:
+    if not step.owners or step.config.zero < 2:
         return 0
-    elements = sum(o.owned * o.replicas for o in jax.tree.leaves(step.owners["chunks"]))
-    return 4 * min(BUFFERS, step.config.virtual) * elements
+    return 4 * min(BUFFERS, step.config.virtual) * sum(o.padded for o in jax.tree.leaves(step.owners["chunks"]))
 
 
 def bytes_per_rank(shapes: Any, shardings: Any) -> int:

@@ -95,7 +95,7 @@ class TrainStep:
         self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(platform))
         self.specs = param_specs(config.model)
         self.learning_rate = learning_rate_schedule(config)
-        shapes = jax.eval_shape(self._init_params)
+        shapes = jax.eval_shape(self.init_params)
         self.groups = optimizer_groups(config, shapes)
         self.owners = owners_of(shapes, self.specs, self.groups, dict(mesh.shape)) if config.zero else None
         self.master_specs = jax.tree.map(lambda o: o.out_spec, self.owners) if self.owners else self.specs
@@ -111,6 +111,10 @@ class TrainStep:
     def init(self) -> TrainState:
         """The state before the first step, placed on the mesh."""
         return jax.jit(self._init, out_shardings=self.state_shardings)()
+
+    def init_params(self) -> Any:
+        """The initial master weights, whole, float32; traced or under `jax.eval_shape`."""
+        return lm.init(self.config.model, self.layout, self.config.seed)
 
     @functools.cached_property
     def step(self):
@@ -180,11 +184,8 @@ class TrainStep:
 
     # ---- what is compiled ---------------------------------------------------------------------------------------------
 
-    def _init_params(self) -> Any:
-        return lm.init(self.config.model, self.layout, self.config.seed)
-
     def _init(self) -> TrainState:
-        params = self._init_params()
+        params = self.init_params()
         master = self._own(params) if self.owners else None
         balance = lm.init_balance(self.config.model, self.layout)
         zero = lambda: jnp.zeros((), jnp.int32)

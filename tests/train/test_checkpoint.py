@@ -45,7 +45,7 @@ def fill(step: TrainStep, seed: int):
     """A state of distinct random values, as if trained."""
     rng = np.random.default_rng(seed)
     values = jax.tree.map(lambda a: (rng.normal(size=a.shape) * 1000).astype(a.dtype), step.state_shapes)
-    return jax.device_put(values, step.state_shardings)
+    return step.with_params(jax.device_put(values, step.state_shardings))
 
 
 def arrays(checkpoints: Checkpoints, state) -> dict[str, bytes]:
@@ -98,15 +98,62 @@ def test_every_mesh_restores_the_same_bits(saved, mesh, virtual):
     assert arrays(checkpoints, state) == bits
 
 
+@pytest.fixture(scope="module")
+def saved_by_owners(tmp_path_factory):
+    """A directory with step 2 of a run whose optimizer state is with its owners, and the bits that were saved."""
+    step = train_step(*SAVED_ON, zero=1)
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints", step)
+    state = fill(step, seed=0)
+    checkpoints.save(2, state, EXTRA)
+    checkpoints.wait()
+    return checkpoints.directory, arrays(checkpoints, state)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "virtual", "zero", "dtype"),
+    [(*SAVED_ON, 1, "float32"), ("expert=4,context=2", 2, 2, "bfloat16"), ("pipe=4,expert=2", 2, 0, "float32")],
+)
+def test_every_mesh_restores_what_owners_saved(saved_by_owners, mesh, virtual, zero, dtype):
+    """On the mesh that saved, with other owners, and without; weights follow from the master weights."""
+    directory, bits = saved_by_owners
+    target = train_step(mesh, virtual, zero=zero, dtype=dtype)
+    checkpoints = Checkpoints(directory, target)
+    state, extra = checkpoints.restore(2)
+    assert extra == EXTRA and arrays(checkpoints, state) == bits
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), target.state_shapes
+    )
+    if zero:
+        np.testing.assert_array_equal(  # the embedding's elements are whole again, in the compute dtype
+            np.asarray(state.params["embed"]["table"]),
+            np.frombuffer(bits["params/embed/table"], np.float32).reshape(16, 8).astype(dtype),
+        )
+    found = dict(read_arrays(directory, 2, step_directory.read_manifest(directory, 2)))
+    assert {name: array.tobytes() for name, array in found.items()} == bits
+
+
+def test_owners_take_up_what_was_saved_whole(saved):
+    directory, bits = saved
+    target = train_step("data=4,expert=2", zero=1)
+    checkpoints = Checkpoints(directory, target)
+    state, _ = checkpoints.restore(2)
+    assert arrays(checkpoints, state) == bits
+    weights = checkpoints.restore_weights(2)
+    for restored in (weights.params, state.params):
+        table = np.frombuffer(bits["params/embed/table"], np.float32).reshape(16, 8)
+        np.testing.assert_array_equal(np.asarray(restored["embed"]["table"]), table)
+
+
 def test_weights_alone_serve_a_run_with_another_optimizer(saved):
     directory, bits = saved
     other = train_step("pipe=2,context=2", 2, optimizer="adamw")
     checkpoints = Checkpoints(directory, other)
     with pytest.raises(ValueError, match="optimizer is muon, this run's is adamw: use --optimizer=muon, or"):
         checkpoints.restore(2)
-    params, balance = checkpoints.restore_weights(2)
-    assert jax.tree.map(lambda leaf: leaf.sharding, params) == other.state_shardings.params
-    found = arrays(checkpoints, fill(other, seed=1)._replace(params=params, balance=balance))
+    weights = checkpoints.restore_weights(2)
+    assert jax.tree.map(lambda leaf: leaf.sharding, weights.params) == other.state_shardings.params
+    assert weights.master is None and weights.opt_state is None
+    found = arrays(checkpoints, fill(other, seed=1)._replace(params=weights.params, balance=weights.balance))
     kept = ("params/", "balance/")
     weights = {name: value for name, value in bits.items() if name.startswith(kept)}
     assert weights and weights == {name: value for name, value in found.items() if name.startswith(kept)}

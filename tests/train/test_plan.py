@@ -101,18 +101,20 @@ def test_bytes_are_those_that_a_device_holds():
 
 @pytest.mark.quick
 def test_plan_says_what_gradients_take():
-    said = {zero: planned("data=4,pipe=2", virtual=4, zero=zero, dtype="bfloat16") for zero in (0, 2)}
+    said = {zero: planned("data=4,pipe=2", virtual=4, zero=zero, dtype="bfloat16") for zero in (0, 1, 2)}
     weights = said[0]["bytes per rank"].split(" of parameters")[0]
     assert said[0]["gradients"] == f"{weights} on every replica"
     assert said[0]["bytes per parameter"] == "; experts ".join(["14 on the device with 4 replicas"] * 2)
-    config = dataclasses.replace(tiny.STEP, virtual=4, zero=2)
-    owners = jax.tree.leaves(TrainStep(config, abstract_mesh(MeshSpec(data=4, pipe=2))).owners["chunks"])
-    buffers, shards = (in_bytes(4 * sum(n(o) for o in owners)) for n in (lambda o: 8 * o.owned, lambda o: 4 * o.owned))
-    assert said[2]["gradients"].startswith(
-        f"{buffers} in 2 chunk buffers, {shards} of shards in host memory; then whole"
-    )
-    # Two of four buffers, and an optimizer state that is whole on every replica.
-    assert said[2]["bytes per parameter"].startswith("12 on the device and 1 in host memory with 4 replicas")
+    step = TrainStep(dataclasses.replace(tiny.STEP, virtual=4, zero=2), abstract_mesh(MeshSpec(data=4, pipe=2)))
+    own = in_bytes(bytes_per_rank(step.state_shapes.master, step.state_shardings.master))
+    assert said[1]["gradients"] == f"{weights} in the pipeline; then {own} on each owner"
+    assert said[1]["bytes per parameter"].startswith("8 on the device with 4 replicas")  # 2 + 4 + 8 / 4
+    owners = jax.tree.leaves(step.owners["chunks"])
+    buffers, shards = (in_bytes(4 * sum(n(o) for o in owners)) for n in (lambda o: 2 * o.padded, lambda o: 4 * o.owned))
+    held = f"{buffers} in 2 chunk buffers, {shards} of shards in host memory"
+    assert said[2]["gradients"] == f"{held}; then {own} on each owner"
+    # 2 of the weight, two of four float32 buffers, and a quarter of master weight and momentum.
+    assert said[2]["bytes per parameter"].startswith("6 on the device and 1 in host memory with 4 replicas")
 
 
 @pytest.mark.quick

@@ -2,8 +2,8 @@
 
 The same code runs plain on one device (`Axes()`) and inside the sharded step (`Axes("pipe", "expert", "context")`).
 
-B batch, T local tokens, D model, N residual blocks, W vocabulary rows of this rank, n dense layers. For S, V, J, P see
-`k3jax.parallel.layout`.
+B batch, T local tokens, D model, H heads, N residual blocks, W vocabulary rows of this rank, n dense layers. For S, V, J,
+P see `k3jax.parallel.layout`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from k3jax.layers.kda import KDA
 from k3jax.layers.mla import MLA
 from k3jax.layers.residual import DepthMix
 from k3jax.parallel.layout import Flag, StackLayout
+from k3jax.parallel.reports import Report
 
 Params = dict[str, Any]
 
@@ -243,8 +244,8 @@ def chunk(
     *,
     axes: Axes,
     checkpoint: Callable[[Callable], Callable] = lambda function: function,
-) -> tuple[Stream, dict[str, MoEStats]]:
-    """All layers of one chunk; counts of its mixtures, {p: stacked over J}.
+) -> tuple[Stream, Report]:
+    """All layers of one chunk, and what they report, stacked over J: see `run_group`.
 
     weights: {"chunk": {p: [J, ...]}, "dense": [n, ...]}. bias: {p: [J, E]}. flags: the chunk's tables, [J, P] each.
     checkpoint: wraps one group of layers, the unit of recomputation; groups are scanned, so that the program does not
@@ -255,10 +256,10 @@ def chunk(
 
     def group(prefix, blocks, weights, inputs, dense, tokens):
         stream = Stream(checkpoint_name(prefix, "group.in"), blocks)
-        (prefix, blocks), stats = wrapped(stream, weights, *inputs, dense, Tokens(*tokens, axes=axes))
-        return prefix, blocks, stats
+        (prefix, blocks), report = wrapped(stream, weights, *inputs, dense, Tokens(*tokens, axes=axes))
+        return prefix, blocks, report
 
-    prefix, blocks, stats = scan_history(
+    prefix, blocks, report = scan_history(
         group,
         *stream,
         weights=weights["chunk"],
@@ -266,7 +267,7 @@ def chunk(
         shared_weights=weights["dense"],
         shared_inputs=(batch.segment_ids, batch.tokens),
     )
-    return Stream(prefix, blocks), stats
+    return Stream(prefix, blocks), report
 
 
 def run_group(
@@ -278,16 +279,21 @@ def run_group(
     flags: dict[str, jax.Array],
     dense: Params,
     tokens: Tokens,
-) -> tuple[Stream, dict[str, MoEStats]]:
-    """One layer of every slot of the pattern; an inactive slot passes the stream through and counts nothing."""
-    stats = {}
+) -> tuple[Stream, Report]:
+    """One layer of every slot of the pattern; an inactive slot passes the stream through and reports nothing.
+
+    Reported: counts of the mixtures, {p: MoEStats}, and of MLA the largest logits, {p: [H]}, −inf of an inactive slot.
+    """
+    report = Report({}, {})
     for p, kind in enumerate(config.pattern):
         slot = layout.flags(p, flags)
         layer = bind(config, kind, weights[str(p)])
-        after, counts = run_layer(config, layer, dense, stream, bias[str(p)], slot, tokens)
+        after, stats, max_logit_H = run_layer(config, layer, dense, stream, bias[str(p)], slot, tokens)
         stream = select(slot["active"], after, stream)
-        stats[str(p)] = jax.tree.map(lambda n, on=slot["active"]: n * on, counts)
-    return stream, stats
+        report.sums[str(p)] = jax.tree.map(lambda n, on=slot["active"]: n * on, stats)
+        if max_logit_H is not None:
+            report.maxima[str(p)] = select(slot["active"], max_logit_H, jnp.full_like(max_logit_H, -jnp.inf))
+    return stream, report
 
 
 def select(flag: Flag, yes: Any, no: Any) -> Any:
@@ -305,8 +311,10 @@ def run_layer(
     bias_E: Float[Array, " E"],
     flags: dict[str, Flag],
     tokens: Tokens,
-) -> tuple[Stream, MoEStats]:
+) -> tuple[Stream, MoEStats, Float[Array, " H"] | None]:
     """One layer, in the exact order of block attention residuals (spec: K3 report section 2.3).
+
+    Beside the stream: counts of its mixture, and the largest logit of each head of MLA, None for KDA.
 
     The attention site mixes over the blocks made *before* this layer; only then may the entering prefix become a block.
     """
@@ -316,10 +324,11 @@ def run_layer(
         blocks, prefix = begin_block(prefix, blocks, flags)
     else:
         h = prefix
-    prefix = prefix + checkpoint_name(layer.attn(layer.attn_norm(h), tokens), "attn.out")
+    out, max_logit_H = layer.attn(layer.attn_norm(h), tokens)
+    prefix = prefix + checkpoint_name(out, "attn.out")
     h = layer.ffn_mix(prefix, blocks, flags["ffn_blocks"]) if blocks is not None else prefix
     out, stats = feed_forward(config, layer, dense, layer.ffn_norm(h), bias_E, flags["dense"], tokens)
-    return Stream(prefix + checkpoint_name(out, "ffn.out"), blocks), stats
+    return Stream(prefix + checkpoint_name(out, "ffn.out"), blocks), stats, max_logit_H
 
 
 def begin_block(prefix: jax.Array, blocks: jax.Array, flags: dict[str, Flag]) -> tuple[jax.Array, jax.Array]:
@@ -356,8 +365,8 @@ def feed_forward(
 
 def plain_stream(
     config: ModelConfig, params: Params, bias: dict[str, Any], batch: Batch, *, dtype: jax.typing.DTypeLike
-) -> tuple[Stream, dict[str, MoEStats]]:
-    """What leaves the last layer, on one device; parameters are cast already."""
+) -> tuple[Stream, Report]:
+    """What leaves the last layer, and what all layers report, on one device; parameters are cast already."""
     layout = StackLayout(config)
     only = lambda tree: jax.tree.map(lambda a: a[0, 0], tree)
     flags = {name: jnp.asarray(table[0, 0]) for name, table in layout.flag_tables.items()}
@@ -389,12 +398,12 @@ def plain_loss(
     batch: Batch,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
-) -> tuple[Float[Array, ""], dict[str, MoEStats]]:
-    """Mean cross entropy of a batch on one device, without schedule or sharding; counts of the mixtures.
+) -> tuple[Float[Array, ""], Report]:
+    """Mean cross entropy of a batch on one device, without schedule or sharding; what all layers report.
 
     params and bias in the layout of one chunk, `StackLayout(config)`.
     """
     params = cast_for_compute(config, params, dtype)
-    stream, stats = plain_stream(config, params, bias, batch, dtype=dtype)
+    stream, report = plain_stream(config, params, bias, batch, dtype=dtype)
     total = jnp.maximum((batch.targets >= 0).sum(), 1)
-    return head_loss(config, params["head"], stream, batch, axes=Axes()) / total, stats
+    return head_loss(config, params["head"], stream, batch, axes=Axes()) / total, report

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.parallel import pipeline
 from k3jax.parallel.owners import Owners
+from k3jax.parallel.reports import Report
 from k3jax.parallel.schedules import build
 from meshes import MeshSpec
 
@@ -91,7 +92,7 @@ class Toy:
         def chunk(weights, x, factor):  # linear in its weights: a microbatch's gradient is its factor times x
             rows = [weights["chunk"][name].reshape(shape[0], -1) for name, shape in self.leaves.items()]
             w = jnp.concatenate([row.sum(1) for row in rows])
-            return x * checkpoint_name(jnp.broadcast_to(1 + w * factor, x.shape), "toy.scale"), {}
+            return x * checkpoint_name(jnp.broadcast_to(1 + w * factor, x.shape), "toy.scale"), Report()
 
         program = pipeline.Program(
             embed=lambda p, m: lax.psum(jnp.where(lax.axis_index("pipe") == 0, inputs[m] * p["scale"], 0), "pipe"),

@@ -31,10 +31,10 @@ def history_name(leaf: int) -> str:
 def scan_history(
     step: Step, stream: Tree, history: Tree, *, weights: Tree, inputs: Tree, shared_weights: Tree, shared_inputs: Tree
 ) -> tuple[Tree, Tree, Tree]:
-    """Runs step(stream, history, weights, inputs, shared_weights, shared_inputs) -> (stream, history, counts) in a loop.
+    """Runs step(stream, history, weights, inputs, shared_weights, shared_inputs) -> (stream, history, report) in a loop.
 
     weights, inputs: of each step, a leading dim of steps; shared ones are the same for all. Returns the last stream and
-    history, and the counts of all steps. Gradients, in reverse mode, are of stream, history and both weights; of what a
+    history, and the reports of all steps. Gradients, in reverse mode, are of stream, history and both weights; of what a
     step's pullback holds, all that is not an input of the loop is kept, a leading dim of steps.
     """
     run = _loop(step)
@@ -47,16 +47,16 @@ def _loop(step: Step) -> Callable:
     @jax.custom_vjp
     def run(stream, history, weights, shared_weights, inputs, shared_inputs):
         def body(carry, of_step):
-            stream, history, counts = step(*carry, *of_step, shared_weights, shared_inputs)
-            return (stream, history), counts
+            stream, history, report = step(*carry, *of_step, shared_weights, shared_inputs)
+            return (stream, history), report
 
-        (stream, history), counts = lax.scan(body, (stream, history), (weights, inputs))
-        return stream, history, counts
+        (stream, history), report = lax.scan(body, (stream, history), (weights, inputs))
+        return stream, history, report
 
     def vjp(stream, history, weights, shared_weights, inputs, shared_inputs):
         def function(stream, history, weights, shared_weights):
-            stream, history, counts = step(stream, history, weights, inputs, shared_weights, shared_inputs)
-            return (stream, history), counts
+            stream, history, report = step(stream, history, weights, inputs, shared_weights, shared_inputs)
+            return (stream, history), report
 
         return jax.vjp(function, stream, history, weights, shared_weights, has_aux=True)
 
@@ -64,21 +64,21 @@ def _loop(step: Step) -> Callable:
         def body(carry, of_step):
             args = (*carry, of_step[0], shared_weights, of_step[1], shared_inputs)
             closed, shapes = jax.make_jaxpr(vjp, return_shape=True)(*args)
-            made, vjp_shape, counts = shapes
+            made, vjp_shape, report = shapes
             leaves, pullback["tree"] = jax.tree.flatten(vjp_shape)
             first = len(jax.tree.leaves(made))
             origins = output_origins(closed)[first : first + len(leaves)]
             pullback["handed_in"] = [_handed_in(origin, len(jax.tree.leaves(stream))) for origin in origins]
             values = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-            made, vjp_leaves, counts = jax.tree.unflatten(jax.tree.structure((made, leaves, counts)), values)
+            made, vjp_leaves, report = jax.tree.unflatten(jax.tree.structure((made, leaves, report)), values)
             kept = [x for x, at in zip(vjp_leaves, pullback["handed_in"], strict=True) if at is None]
-            return made, (counts, kept)
+            return made, (report, kept)
 
-        made, (counts, kept) = lax.scan(body, (stream, history), (weights, inputs))
+        made, (report, kept) = lax.scan(body, (stream, history), (weights, inputs))
         rows, structure = jax.tree.flatten(made[1])
         history = structure.unflatten([checkpoint_name(a, history_name(i)) for i, a in enumerate(rows)])
         residuals = history, kept, weights, shared_weights, inputs, shared_inputs
-        return (made[0], history, counts), residuals
+        return (made[0], history, report), residuals
 
     def backward(residuals, cotangents):
         history, kept, weights, shared_weights, inputs, shared_inputs = residuals

@@ -57,7 +57,8 @@ class KDA(nnx.Module):
         self.out_norm = RMSNorm(V, c.norm_eps)
         self.out_proj = param(draw.normal(std, H * V, D))
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], tokens: Tokens) -> Float[Array, "B T D"]:
+    def __call__(self, x_BTD: Float[Array, "B T D"], tokens: Tokens) -> tuple[Float[Array, "B T D"], None]:
+        """Output, and nothing where MLA reports its logits: normalised queries and keys bound theirs."""
         c = self.config
         dtype, fp32 = x_BTD.dtype, at_least_fp32(x_BTD)
         H, K, V = c.num_heads, c.kda_key_dim, c.kda_value_dim
@@ -93,7 +94,7 @@ class KDA(nnx.Module):
             gate = (x_BTD @ self.out_gate_down[...]) @ self.out_gate_up[...]
         gate = checkpoint_name(gate, "kda.out_gate")
         o = self.out_norm(o.astype(fp32)).reshape(*o.shape[:2], H * V) * jax.nn.sigmoid(gate.astype(fp32))
-        return o.astype(dtype) @ self.out_proj[...]
+        return o.astype(dtype) @ self.out_proj[...], None
 
 
 def initial_gate_bias(draw: Draw, H: int, K: int) -> jax.Array:

@@ -41,8 +41,10 @@ class MLA(nnx.Module):
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], tokens: Tokens, *, absorbed: bool = False
-    ) -> Float[Array, "B T D"]:
-        """Attention output, [B, T, D].
+    ) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
+        """Attention output, and each head's largest scaled logit, over all real queries and what they see (for QK-clip).
+
+        −inf if there is no real token. Padding is a segment of its own, so that no real query sees it.
 
         absorbed: attend in the latent, with k_up folded into the queries and v_up applied after the mean. The same
         function, cheaper per token when keys are read from a cache of latents.
@@ -75,7 +77,7 @@ class MLA(nnx.Module):
             v_BSHV = jnp.einsum("bsl,hlv->bshv", latent_BSL, self.v_up[...])
             k_BSHK = jnp.concatenate([k_BSHN, expand_heads(shared_BSP, c.num_heads)], -1)
 
-        o = attention(
+        o, top_BHT = attention(
             q_BTHK,
             k_BSHK,
             v_BSHV,
@@ -90,7 +92,8 @@ class MLA(nnx.Module):
         if c.mla_output_gate:
             gate = checkpoint_name(x_BTD @ self.out_gate[...], "mla.out_gate")
             o = o * jax.nn.sigmoid(gate.astype(fp32))
-        return o.astype(dtype) @ self.out_proj[...]
+        max_logit_H = jnp.where(tokens.real[:, None], top_BHT, -jnp.inf).max((0, 2))
+        return o.astype(dtype) @ self.out_proj[...], max_logit_H
 
 
 def expand_heads(x_BSP: jax.Array, heads: int) -> jax.Array:

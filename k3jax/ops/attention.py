@@ -19,10 +19,11 @@ def attention(
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
     q_offset: int | Int[Array, ""] = 0,
-) -> Float[Array, "B T H V"]:
-    """Softmax attention over earlier tokens of the same document; float32 out (float64 for float64 inputs).
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T"]]:
+    """Softmax attention over earlier tokens of the same document, and each query's largest scaled logit among them.
 
-    `q_offset` is the position of the first query among the keys. Materialises the [B, H, T, S] scores.
+    Both float32 (float64 for float64 inputs); no gradient passes through the logits. `q_offset` is the position of the
+    first query among the keys. Materialises the [B, H, T, S] scores.
     """
     fp32 = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     T, S = q_BTHK.shape[1], k_BSHK.shape[1]
@@ -31,6 +32,7 @@ def attention(
     allowed = causal & (q_segments[:, :, None] == k_segments[:, None, :])
     # A query always sees itself, so no row is empty and a large negative number is as good as -inf.
     scores = jnp.where(allowed[:, None], scores, jnp.finfo(fp32).min)
-    return jnp.einsum(
+    o_BTHV = jnp.einsum(
         "bhts,bshv->bthv", jax.nn.softmax(scores, -1).astype(v_BSHV.dtype), v_BSHV, preferred_element_type=fp32
     )
+    return o_BTHV, jax.lax.stop_gradient(scores).max(-1)

@@ -6,6 +6,7 @@ Indices here are never negative; saying so spares the program the arithmetic tha
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,8 +56,17 @@ def post(box: Tree, content: Tree, slot: jax.Array) -> Tree:
 def add_at(total: Tree, index: jax.Array, part: Tree, fresh: jax.Array | None = None) -> Tree:
     """The total with a part added at one index of the leading dim, in place; if `fresh`, the part replaces what is there."""
     before = lambda a: a if fresh is None else jnp.where(fresh, 0, a)
-    if all(
-        a.shape[0] == 1 for a in jax.tree.leaves(total)
-    ):  # XLA drops the update of a whole array, and then copies it
-        return jax.tree.map(lambda a, d: before(a) + d.astype(a.dtype)[None], total, part)
-    return replace(total, jax.tree.map(lambda a, d: before(a) + d.astype(a.dtype), take(total, index), part), index)
+    return update_at(lambda a, d: before(a) + d.astype(a.dtype), total, index, part)
+
+
+def max_at(total: Tree, index: jax.Array, part: Tree) -> Tree:
+    """The total with the larger of itself and a part at one index of the leading dim, in place; a nan stays."""
+    return update_at(jnp.maximum, total, index, part)
+
+
+def update_at(update: Callable, total: Tree, index: jax.Array, part: Tree) -> Tree:
+    """The total with update(total, part), elementwise, at one index of the leading dim, in place."""
+    # XLA drops the update of a whole array, and then copies it
+    if all(a.shape[0] == 1 for a in jax.tree.leaves(total)):
+        return jax.tree.map(lambda a, d: update(a, d[None]), total, part)
+    return replace(total, jax.tree.map(update, take(total, index), part), index)

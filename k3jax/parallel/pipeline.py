@@ -26,10 +26,11 @@ from jax import lax
 
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.stores import Stores, Traffic
-from k3jax.parallel.boxes import add_at, empty, post, take, vary
+from k3jax.parallel.boxes import empty, post, take, vary
 from k3jax.parallel.gradient_sums import ShardedSums, WholeSums
 from k3jax.parallel.histories import Histories
 from k3jax.parallel.pullback import Args, Pullback
+from k3jax.parallel.reports import Report, combine_at, nothing
 from k3jax.parallel.schedules import BACKWARD, DOWN, FORWARD, STAY, UP, WEIGHT, Schedule
 from meshes import AXES
 
@@ -42,8 +43,8 @@ class Program(NamedTuple):
 
     embed: Callable[[Tree, jax.Array], Tree]
     """(params["embed"], m) -> stream. May communicate over pipe."""
-    chunk: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    """(weights, stream, extras) -> (stream, counts); counts are integers summed over microbatches."""
+    chunk: Callable[[Tree, Tree, Tree], tuple[Tree, Report]]
+    """(weights, stream, extras) -> (stream, report)."""
     extras: Callable[[jax.Array, jax.Array], Tree]
     """(v, m) -> inputs of the chunk that have no gradient."""
     head: Callable[[Tree, Tree, jax.Array, jax.Array], jax.Array]
@@ -58,11 +59,11 @@ KEEP_ALL = ActivationPolicy.parse("*=keep")
 
 
 class Outcome(NamedTuple):
-    """Sums over microbatches, of this rank's tokens."""
+    """Of all microbatches, of this rank's tokens; loss and gradients are sums."""
 
     loss: jax.Array
-    counts: Tree
-    """Counts of the rank's own chunks, [V, ...]."""
+    report: Report
+    """Of the rank's own chunks, [V, ...]."""
     grads: Tree
     """float32 gradients like params, those of chunks as `run` is told; None from a forward-only table."""
     misplaced: jax.Array
@@ -82,7 +83,7 @@ class Made(NamedTuple):
     """What the slot of the operation's result holds from now on."""
     stored: Tree
     """As `Stores.encode` makes it."""
-    counts: Tree
+    report: Report
     d_weights: Tree
     misplaced: jax.Array
 
@@ -110,7 +111,9 @@ def run(
 
     example, histories = example_of(schedule, program, params)
     no_stream, _ = histories.part(example[1], jnp.int32(0))
-    no_counts = zeros(jax.eval_shape(lambda *args: program.chunk(*args)[1], *example))
+    reported = jax.eval_shape(lambda *args: program.chunk(*args)[1], *example)
+    reports = vary(nothing(reported, schedule.virtual))
+    no_report = take(reports, jnp.int32(0))
     no_loss = vary(jnp.zeros(()), REPLICAS)
     split = WEIGHT in schedule.kinds
     pullback = pullback_of(schedule, program, example, histories) if BACKWARD in schedule.kinds else None
@@ -127,24 +130,24 @@ def run(
         sent=(no_name, no_stream, histories.no_rows),
         misplaced=no_name,
         traffic=vary(Traffic(*[jnp.float32(0)] * 3)),
-        counts=zeros(jax.tree.map(lambda a: jnp.broadcast_to(a, (schedule.virtual, *a.shape)), no_counts)),
+        reports=reports,
         loss=no_loss,
         grads=zeros(params, jnp.float32) | {"chunks": sums.empty(params["chunks"])} if pullback else None,
     )
 
     def idle(v, m, name, read, boxes, row, rows):
         return Made(
-            no_stream, histories.no_rows, rows.unchanged(), stores.unchanged(boxes), no_counts, no_weights, no_name
+            no_stream, histories.no_rows, rows.unchanged(), stores.unchanged(boxes), no_report, no_weights, no_name
         )
 
     def forward(v, m, name, read, boxes, row, rows):
         stream, arrived, misplaced = read()
         history, wrong = rows.extended(arrived)
         args = weights(v), histories.join(stream, history), extras(v, m)
-        made, (joined, counts) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
+        made, (joined, report) = pullback.forward(args) if pullback else ({}, program.chunk(*args))
         stream, history = histories.part(joined, m)
         stored = stores.unchanged(boxes) | stores.encode(made, name)
-        return Made(stream, rows.leaving(history), history, stored, counts, no_weights, misplaced + wrong)
+        return Made(stream, rows.leaving(history), history, stored, report, no_weights, misplaced + wrong)
 
     def backward(v, m, name, read, boxes, row, rows):
         assert pullback is not None
@@ -162,7 +165,7 @@ def run(
         d_stream, d_history = histories.part(joined, m)
         stored = stores.unchanged(boxes) | stores.encode(made, name)
         misplaced += wrong + lacking + unsummed
-        return Made(d_stream, rows.leaving(d_history), d_history, stored, no_counts, d_weights, misplaced)
+        return Made(d_stream, rows.leaving(d_history), d_history, stored, no_report, d_weights, misplaced)
 
     def weight(v, m, name, read, boxes, row, rows):
         assert pullback is not None
@@ -205,7 +208,7 @@ def run(
             mail=mail,
             histories=box,
             stores=stores.put(carry["stores"], row["stores"], stage, made.stored, leaving),
-            counts=add_at(carry["counts"], v, made.counts),
+            reports=combine_at(carry["reports"], v, made.report),
             misplaced=carry["misplaced"] + made.misplaced,
             traffic=jax.tree.map(jnp.add, carry["traffic"], stores.traffic(made.stored, row["stores"], stage)),
         )
@@ -260,7 +263,7 @@ def run(
     carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
     grads = carry["grads"] and carry["grads"] | {"chunks": sums.finish(carry["grads"]["chunks"], stage)}
     misplaced = lax.psum(carry["misplaced"], AXES)
-    return Outcome(carry["loss"], carry["counts"], grads, misplaced, carry["traffic"])
+    return Outcome(carry["loss"], carry["reports"], grads, misplaced, carry["traffic"])
 
 
 def example_of(schedule: Schedule, program: Program, params: Tree) -> tuple[Args, Histories]:

@@ -25,7 +25,7 @@ STREAM, HELD = "chunk.in", "backward.held"
 
 
 class Pullback:
-    """Of `chunk(weights, stream, extras) -> (stream, counts)`, with respect to weights and stream.
+    """Of `chunk(weights, stream, extras) -> (stream, report)`, with respect to weights and stream.
 
     The last `num_history` leaves of the stream are a history (see `activations/history.py`). Leaves that are weights, history
     or extras are handed in again, the history as it is after the chunk; the others are stored. If weight gradients are an
@@ -71,9 +71,9 @@ class Pullback:
         }
 
     def forward(self, args: Args) -> tuple[Stored, tuple[Tree, Tree]]:
-        """What to store, and the chunk's output and counts."""
-        made, vjp, counts = self._vjp(*args)
-        return self._by_span(self._kept(jax.tree.leaves(vjp))), (made, counts)
+        """What to store, and the chunk's output and report."""
+        made, vjp, report = self._vjp(*args)
+        return self._by_span(self._kept(jax.tree.leaves(vjp))), (made, report)
 
     def backward(self, given: Given, stored: Stored, d_stream: Tree) -> tuple[Tree, Tree]:
         """Gradients of weights and stream."""
@@ -98,8 +98,8 @@ class Pullback:
     # ---- how ----------------------------------------------------------------------------------------------------------
 
     def _vjp(self, weights: Tree, stream: Tree, extras: Tree):
-        made, vjp, counts = jax.vjp(lambda w, x: self.chunk(w, x, extras), weights, stream, has_aux=True)
-        return made, vjp, counts
+        made, vjp, report = jax.vjp(lambda w, x: self.chunk(w, x, extras), weights, stream, has_aux=True)
+        return made, vjp, report
 
     def _kept(self, leaves: list) -> list:
         return [leaf for leaf, origin in zip(leaves, self.origins, strict=True) if origin.stored]

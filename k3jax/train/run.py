@@ -225,7 +225,7 @@ class Run:
         seconds, self._clock = done - max(self._clock, step.begun), done
         self._skipped += not values["finite"]
         metrics: Metrics = {"step": step.step}
-        metrics |= {name: float(values[name]) for name in ("loss", "grad_norm", "learning_rate")}
+        metrics |= {name: float(values[name]) for name in ("loss", "grad_norm", "learning_rate", "max_logit")}
         metrics |= {
             "tokens": int(values["tokens"]),
             "tokens_per_second": int(values["tokens"]) / seconds,

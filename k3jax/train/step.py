@@ -66,6 +66,8 @@ class Gradients(NamedTuple):
     """float32, like the master weights."""
     histograms: Any
     """Quantile balancing's counts of every slot, {p: [S, V, J, E, N]}."""
+    max_logits: Any
+    """Largest scaled attention logit of every head of MLA slots, {p: [S, V, J, H]}; −inf in inactive slots."""
     tokens: jax.Array
     """Real tokens of the batch."""
     experts: LoadMetrics
@@ -222,6 +224,7 @@ class TrainStep:
             loss=out.loss,
             grad_norm=norm,
             learning_rate=self.learning_rate(optimizer_count(state)),
+            max_logit=functools.reduce(jnp.maximum, map(jnp.max, out.max_logits.values()), -jnp.inf),
             tokens=out.tokens,
             **{f"moe_{name}": value for name, value in out.experts._asdict().items()},
             finite=finite,
@@ -232,7 +235,7 @@ class TrainStep:
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        specs = Gradients._make([P(), self.master_specs, {p: STACKED for p in balance["chunks"]}, P(), P(), P(), P()])
+        specs = Gradients._make([P(), self.master_specs, STACKED, STACKED, P(), P(), P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
         return self._sharded(local, specs)(params, balance, self._flags(), batch)
 
@@ -290,13 +293,14 @@ class TrainStep:
         program, params = self._program(params, balance, flags, batch)
         outcome = pipeline.run(schedule, program, params, cotangent, self.resolved.policy, early)
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
-        stats = outcome.counts
+        stats, max_logits = outcome.report
         loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
             self._reduce(grads, early is not None),
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
+            jax.tree.map(lambda top: lax.pmax(top, pipeline.REPLICAS)[None], max_logits),
             tokens,
             load_metrics(loads),
             outcome.misplaced,
@@ -329,7 +333,7 @@ class TrainStep:
 
         def chunk(weights, stream, extras):
             bias, slot_flags, tokens = extras
-            stream, stats = lm.chunk(
+            stream, report = lm.chunk(
                 config,
                 self.layout,
                 weights,
@@ -340,7 +344,7 @@ class TrainStep:
                 axes=self.axes,
                 checkpoint=checkpoint,
             )
-            return (tuple(stream) if config.num_blocks else stream.prefix), stats
+            return (tuple(stream) if config.num_blocks else stream.prefix), report
 
         def extras(v, m):
             return boxes.take((balance, flags), v) + (microbatch(m),)

@@ -22,10 +22,11 @@ def test_metrics_have_a_line_a_step_with_all_fields(unbroken):
     lines = [json.loads(line) for line in (unbroken.workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
     fields = "step loss grad_norm learning_rate tokens tokens_per_second bubble_fraction moe_rows_max_over_mean "
-    fields += "moe_max_vio moe_replicas moe_dropped skipped"
+    fields += "moe_max_vio moe_replicas moe_dropped skipped max_logit"
     assert all(set(fields.split()) <= set(line) for line in lines)
     assert {(line["moe_rows_max_over_mean"], line["moe_dropped"]) for line in lines} == {(1.0, 0)}
     assert all(line["moe_max_vio"] > 0 for line in lines)
+    assert all(0 < line["max_logit"] < 100 for line in lines), "of MLA's heads, near uniform at first"
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
     assert {line["tokens"] for line in lines} == {8 * 24} and {line["skipped"] for line in lines} == {0}
     assert all(line["tokens_per_second"] > 0 for line in lines)

@@ -15,7 +15,7 @@ from k3jax.layers.common import Tokens
 def attention_layer(config, kind, x, segments, **kwargs):
     params = lm.init_part(config, kind, jax.random.key(0))
     params["attn"] = jax.tree.map(lambda a: a * 4, params["attn"])  # away from uniform attention
-    return lm.bind(config, kind, params).attn(x, Tokens(segments, segments * 0), **kwargs)
+    return lm.bind(config, kind, params).attn(x, Tokens(segments, segments * 0), **kwargs)[0]
 
 
 @pytest.mark.quick
@@ -60,7 +60,7 @@ def test_gate_of_kimi_linear_and_low_rank_output_gate_act():
 
     def loss(attn):
         layer = lm.bind(config, "K", lm.init_part(config, "K", jax.random.key(3)) | {"attn": attn})
-        return (layer.attn(x, Tokens(segments, segments)) ** 2).sum()
+        return (layer.attn(x, Tokens(segments, segments))[0] ** 2).sum()
 
     grads = jax.jit(jax.grad(loss))(params)
     assert {"out_gate_down", "out_gate_up"} <= grads.keys() and "out_gate" not in grads

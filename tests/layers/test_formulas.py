@@ -71,8 +71,13 @@ def assert_same(got, expected, tolerance=5e-6):
 
 @functools.partial(jax.jit, static_argnames=("config", "kind", "absorbed"))  # eager operations would take far longer
 def attend(config, kind, params, x, segments, absorbed=False):
+    return report(config, kind, params, x, segments, segments, absorbed)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "kind", "absorbed"))
+def report(config, kind, params, x, segments, ids, absorbed=False):
     form = {"absorbed": True} if absorbed else {}
-    return lm.bind(config, kind, params).attn(x, Tokens(segments, segments), **form)
+    return lm.bind(config, kind, params).attn(x, Tokens(segments, ids), **form)
 
 
 # ---- formulas ------------------------------------------------------------------------------------------------------------
@@ -145,6 +150,7 @@ def kda_layer(config, p, x, segments):
 
 
 def mla_layer(config, p, x, segments):
+    """Output, and the logits of all heads [H, T, T], −inf where a query does not see a key."""
     eps, L, n = config.latent_norm_eps, config.kv_lora_rank, len(x)
     if "q_proj" in p:
         q = projected(p, x, "q")
@@ -153,16 +159,17 @@ def mla_layer(config, p, x, segments):
     kv = x @ p["kv_down"]
     latent, shared = rms_norm(kv[:, :L], p["kv_norm"]["weight"], eps), kv[:, L:]
     visible = np.tril(np.ones((n, n), bool)) & (segments[:, None] == segments[None])
-    heads = []
+    heads, seen = [], []
     for h in range(config.num_heads):
         k = np.concatenate([latent @ p["k_up"][h], shared], -1)
         logits = q[:, h] @ k.T * (config.qk_nope_dim + config.qk_rope_dim) ** -0.5
-        weights = np.where(visible, np.exp(logits - logits.max()), 0)
+        seen.append(np.where(visible, logits, -np.inf))
+        weights = np.exp(seen[-1] - seen[-1].max(-1, keepdims=True))
         heads.append(weights / weights.sum(-1, keepdims=True) @ (latent @ p["v_up"][h]))
     o = np.concatenate(heads, -1)
     if "out_gate" in p:
         o = sigmoid(x @ p["out_gate"]) * o
-    return o @ p["out_proj"]
+    return o @ p["out_proj"], np.stack(seen)
 
 
 def ffn(config, gate, up, down, x):
@@ -207,8 +214,30 @@ def test_mla_layer_is_softmax_over_the_document_so_far(config, absorbed):
     params = draw(config, "M")
     x, segments = inputs()
     p = in_float64(params["attn"])
-    expected = np.stack([mla_layer(config, p, row, ids) for row, ids in zip(in_float64(x), segments, strict=True)])
-    assert_same(attend(config, "M", params, x, segments, absorbed=absorbed), expected)
+    expected = [mla_layer(config, p, row, ids)[0] for row, ids in zip(in_float64(x), segments, strict=True)]
+    assert_same(attend(config, "M", params, x, segments, absorbed=absorbed), np.stack(expected))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
+@pytest.mark.parametrize("config", [CONFIG, KIMI_LINEAR], ids=["query latent, output gate", "neither"])
+def test_mla_reports_the_largest_logit_that_a_real_token_sees(config, absorbed):
+    """Loud keys where they are last of their document, and loud padding, have larger logits: none of them counts."""
+    params = draw(config, "M")
+    x, segments = inputs()
+    x[0, 39] *= 9
+    x[1, 60] *= 4
+    x[1, -10:] *= 20
+    ids = np.where(np.arange(T) < T - 10, 0, np.array([[0], [-1]])).astype(np.int32)
+    segments = np.where(ids < 0, segments.max() + 1, segments).astype(np.int32)
+    p = in_float64(params["attn"])
+    logits = [mla_layer(config, p, row, of)[1] for row, of in zip(in_float64(x), segments, strict=True)]
+    real = np.stack([np.where(row[:, None] >= 0, head, -np.inf) for row, head in zip(ids, logits, strict=True)])
+    assert (np.stack(logits).max((0, 2, 3)) > 1.5 * real.max((0, 2, 3))).all()
+    no_documents = mla_layer(config, p, in_float64(x[0]), segments[0] * 0)[1]
+    assert (no_documents.max((1, 2)) > 1.1 * real.max((0, 2, 3))).any()
+    assert_same(report(config, "M", params, x, segments, ids, absorbed)[1], real.max((0, 2, 3)))
+    assert (np.asarray(report(config, "M", params, x, segments, ids * 0 - 1, absorbed)[1]) == -np.inf).all()
 
 
 @pytest.mark.quick

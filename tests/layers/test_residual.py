@@ -92,7 +92,7 @@ class Toy:
     def __init__(self, layer, w: Weights):
         self.attn_mix, self.ffn_mix = mix_module(w.attn_site[layer]), mix_module(w.ffn_site[layer])
         self.attn_norm = self.ffn_norm = lambda x: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
-        self.attn = lambda h, tokens: jnp.tanh(h @ w.attn[layer])
+        self.attn = lambda h, tokens: (jnp.tanh(h @ w.attn[layer]), None)
         self.moe = lambda h, bias, tokens: (jnp.tanh(h @ w.ffn[layer]), lm.no_stats(CONFIG))
 
 
@@ -118,7 +118,7 @@ def library(w: Weights, x: np.ndarray, layout: StackLayout) -> np.ndarray:
         for layer in range(CONFIG.num_layers):
             s, v, j, p = layout.position(layer)
             slot = layout.flags(p, {name: table[s, v, j] for name, table in flags.items()})
-            stream, _ = lm.run_layer(CONFIG, Toy(layer, w), {}, stream, jnp.zeros(4), slot, tokens)
+            stream, *_ = lm.run_layer(CONFIG, Toy(layer, w), {}, stream, jnp.zeros(4), slot, tokens)
         return mix_module(w.exit_site)(stream.prefix, stream.blocks, CONFIG.num_blocks)[0]
 
     return np.asarray(run(x, {name: jnp.asarray(table) for name, table in layout.flag_tables.items()}))

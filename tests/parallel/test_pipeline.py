@@ -16,6 +16,7 @@ from k3jax.activations.hosting import host
 from k3jax.activations.parking import park
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.parallel import pipeline
+from k3jax.parallel.reports import Report
 from k3jax.parallel.schedules import BACKWARD, FORWARD, NAMES, RECIPES, UP, build, forward_only
 from meshes import AXES, MeshSpec
 
@@ -29,7 +30,8 @@ def toy_chunk(weights, x, extras):
     unit = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     h = checkpoint_name(unit @ w["a"], "toy.pre")
     y = checkpoint_name(jnp.tanh(h) @ w["b"] + unit @ skip["c"], "toy.out")
-    return x + jnp.sin(y), {"seen": jnp.ones((), jnp.int32) * extras}
+    report = Report({"seen": jnp.ones((), jnp.int32) * extras}, {"largest": lax.stop_gradient(y).max() - 100})
+    return x + jnp.sin(y), report
 
 
 def toy_embed(params, ids, axis):
@@ -57,16 +59,18 @@ def toy_params(chunks):
 
 
 def plain(params, ids, targets):
-    total = 0.0
+    """Sum of losses, and the largest that each chunk reports."""
+    total, largest = 0.0, []
     for m in range(ids.shape[0]):
         for rank in range(ids.shape[1] // T):
             part = slice(rank * T, rank * T + T)
             x = toy_embed(params["embed"], ids[m, part], None)
             for c in range(params["chunks"]["a"].shape[0]):
                 chunk = jax.tree.map(lambda a, c=c: a[c], params["chunks"])
-                x, _ = toy_chunk({"chunk": chunk, "dense": params["dense"]}, x, 1)
+                x, report = toy_chunk({"chunk": chunk, "dense": params["dense"]}, x, 1)
+                largest.append(report.maxima["largest"])
             total += toy_head(params["head"], x, targets[m, part])
-    return total
+    return total, jnp.stack(largest).reshape(-1, params["chunks"]["a"].shape[0]).max(0)
 
 
 def executed(spec, schedule, policy="*=keep"):
@@ -99,9 +103,9 @@ def executed(spec, schedule, policy="*=keep"):
             grads = over_replicas(grads | {"chunks": by_rank(grads["chunks"])})
             grads |= {part: jax.tree.map(lambda a: lax.psum(a, "pipe"), grads[part]) for part in ("dense", "head")}
         traffic = jax.tree.map(lambda a: lax.psum(a, AXES), out.traffic)
-        return pipeline.Outcome(
-            over_replicas(out.loss), by_rank(over_replicas(out.counts)), grads, out.misplaced, traffic
-        )
+        sums, maxima = out.report
+        report = Report(over_replicas(sums), jax.tree.map(lambda a: lax.pmax(a, pipeline.REPLICAS), maxima))
+        return pipeline.Outcome(over_replicas(out.loss), by_rank(report), grads, out.misplaced, traffic)
 
     outs = pipeline.Outcome(P(), P("pipe"), specs if BACKWARD in schedule.kinds else None, P(), P())
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, tokens), out_specs=outs)
@@ -111,7 +115,7 @@ def executed(spec, schedule, policy="*=keep"):
         out = sharded(stacked, ids, targets)
         if out.grads is not None:
             out = out._replace(grads=out.grads | {"chunks": jax.tree.map(by_chunk, out.grads["chunks"])})
-        return out._replace(counts=jax.tree.map(by_chunk, out.counts))
+        return out._replace(report=jax.tree.map(by_chunk, out.report))
 
     return jax.jit(function)
 
@@ -148,7 +152,7 @@ def check_against_plain(mesh, name, virtual, microbatches, policy):
     params = toy_params(schedule.chunks)
     out = executed(spec, schedule, policy)(params, ids, targets)
     assert out.misplaced == 0
-    want, want_grads = jax.value_and_grad(plain)(params, ids, targets)
+    (want, largest), want_grads = jax.value_and_grad(plain, has_aux=True)(params, ids, targets)
     np.testing.assert_allclose(out.loss, want, rtol=1e-5)
     jax.tree.map(
         # float32 sums of another order: a few ulp of the largest element
@@ -156,8 +160,9 @@ def check_against_plain(mesh, name, virtual, microbatches, policy):
         out.grads,
         want_grads,
     )
-    # A count is of real microbatches only: bubbles and recomputation add nothing.
-    assert (out.counts["seen"] == microbatches * spec.data * spec.expert * spec.context).all()
+    # A report is of real microbatches only: bubbles and recomputation add nothing.
+    assert (out.report.sums["seen"] == microbatches * spec.data * spec.expert * spec.context).all()
+    np.testing.assert_allclose(out.report.maxima["largest"], largest, rtol=1e-6)
 
 
 @pytest.mark.quick
@@ -310,7 +315,7 @@ def test_bubbles_reach_nothing_in_half_precision_either():
     one = build("interleaved_1f1b", stages=1, virtual=4, microbatches=2)
     want = executed(MeshSpec.parse("pipe=1"), one)(params, ids, targets)
     got = executed(MeshSpec.parse("pipe=4"), build("1f1b", stages=4, microbatches=2))(params, ids, targets)
-    assert got.misplaced == 0 and (got.counts["seen"] == 2).all()
+    assert got.misplaced == 0 and (got.report.sums["seen"] == 2).all()
     for a, b in zip(jax.tree.leaves((got.loss, got.grads)), jax.tree.leaves((want.loss, want.grads)), strict=True):
         # bfloat16 has 8 bits, and XLA keeps more of them where it fuses.
         np.testing.assert_allclose(a, b, rtol=2**-6, atol=2**-6 * float(jnp.abs(b).max()))
@@ -321,8 +326,8 @@ def test_a_forward_table_gives_the_loss_alone():
     schedule = forward_only(build("interleaved_1f1b", stages=4, virtual=2, microbatches=3))
     params, (ids, targets) = toy_params(8), toy_tokens(3, 1)
     out = executed(spec, schedule)(params, ids, targets)
-    np.testing.assert_allclose(out.loss, plain(params, ids, targets), rtol=1e-5)
-    assert out.grads is None and out.misplaced == 0 and (out.counts["seen"] == 3).all()
+    np.testing.assert_allclose(out.loss, plain(params, ids, targets)[0], rtol=1e-5)
+    assert out.grads is None and out.misplaced == 0 and (out.report.sums["seen"] == 3).all()
 
 
 def test_an_unnamed_leaf_is_refused():

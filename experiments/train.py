@@ -87,13 +87,15 @@ def train(options: Options) -> None:
 
 
 def show_plan(options: Options, run: Run) -> None:
-    from k3jax.train.plan import plan, table
+    from k3jax.train.plan import parameter_table, plan, table
 
     resolved = dataclasses.replace(options, mesh=str(run.spec), workdir=str(run.workdir))
     text = " ".join(as_options(resolved))
     print(textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     data = [("data", run.corpus.describe()), ("unigram entropy", f"{run.unigram_entropy:.4f} nats")]
     print(table([*plan(run.train_step), *data]), flush=True)
+    if options.dry_run:
+        print(f"\n{parameter_table(run.train_step)}", flush=True)
 
 
 def as_options(config: Any, prefix: str = "--") -> list[str]:

@@ -38,7 +38,7 @@ import numpy as np
 from IPython.display import display
 
 from k3jax import configs
-from k3jax.optim import parameter_groups
+from k3jax.optim import Group, parameter_groups
 from k3jax.parallel.layout import StackLayout
 from k3jax.parallel.schedules import build
 from k3jax.parallel.schedules.picture import draw
@@ -268,14 +268,14 @@ for parameter in parameters(model):
     )
 
 # %% [markdown]
-# **Change it:** `parameter_groups` returns a tree like the parameters. Change entries of it and hand it to
-# `k3jax.optim.muon(groups=…)`; here the router leaves Muon.
+# **Change it:** `parameter_groups` takes groups for names, and `k3jax.optim.muon(groups=…)` what it returns; here the
+# router leaves Muon.
 
 # %%
-groups = parameter_groups(other.state_shapes.params)
-router = groups["chunks"]["0"]["moe"]["router"]
-groups["chunks"]["0"]["moe"]["router"] = router._replace(optimizer="adamw", matrix_axes=(), batch_axes=())
-print(router, "->", groups["chunks"]["0"]["moe"]["router"], sep="\n")
+params = other.state_shapes.params
+groups = parameter_groups(params, {"moe.router": Group("adamw")})
+router = [tree["chunks"]["0"]["moe"]["router"] for tree in (parameter_groups(params), groups)]
+print(*router, sep="\n")
 
 # %% [markdown]
 # ## Where to change what

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -94,6 +95,15 @@ class MLA(nnx.Module):
             o = o * jax.nn.sigmoid(gate.astype(fp32))
         max_logit_H = jnp.where(tokens.real[:, None], top_BHT, -jnp.inf).max((0, 2))
         return o.astype(dtype) @ self.out_proj[...], max_logit_H
+
+
+def qk_powers(config: ModelConfig) -> dict[str, float | np.ndarray]:
+    """How each weight takes part in capping its head's logits by a factor, for `k3jax.optim.qk_clip`: {name: power}.
+
+    Query and key share it where keys are a head's own; where all heads share the keys, the query takes all of it.
+    """
+    query = "q_proj" if config.q_lora_rank is None else "q_up"
+    return {query: np.repeat([0.5, 1.0], [config.qk_nope_dim, config.qk_rope_dim]), "k_up": 0.5}
 
 
 def expand_heads(x_BSP: jax.Array, heads: int) -> jax.Array:

@@ -1,23 +1,18 @@
-"""Muon with AdamW for what is not a matrix, and AdamW alone; built from optax pieces.
+"""Optimizers of a whole model, as chains of Optax transformations: Muon with AdamW, and AdamW alone.
 
-Sources: K3 report section 3.4; Moonlight (arXiv:2502.16982) for the 0.2·√max(m, n) scale. Momentum and Newton–Schulz
-iteration follow `optax.contrib.muon`, but are free of scale.
+Weight decay goes by group. State and updates are per leaf: nothing here looks at a mesh, or from one matrix to another.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
-from jaxtyping import Array, Float
 
-from k3jax.optim.groups import Group, parameter_groups
-
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration."""
+from k3jax.optim.groups import is_group, parameter_groups
+from k3jax.optim.orthogonal import scale_by_muon
 
 
 def muon(
@@ -28,84 +23,112 @@ def muon(
     weight_decay: float = 0.0,
     consistent_rms: float = 0.2,
     ns_steps: int = 5,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     groups: Any = None,
 ) -> optax.GradientTransformation:
-    """Muon on matrices, AdamW on all other leaves.
+    """Muon on matrices and AdamW on all other leaves, with one learning rate: `muon_with_adamw` as K3 uses it.
 
     Args:
       learning_rate: step size or schedule, shared by both; `consistent_rms` makes their updates alike in size.
       momentum: decay of the gradient's moving average.
       nesterov: whether to look one step ahead along the momentum.
       weight_decay: decoupled, on the leaves whose group says so.
-      consistent_rms: updates are scaled by this times √max(rows, columns).
+      consistent_rms: updates of matrices are scaled by this times √max(rows, columns).
       ns_steps: Newton–Schulz iterations.
+      mu_dtype: dtype of the stored momentum; see `scale_by_muon`.
       groups: a tree of `Group` like the parameters; None: `parameter_groups`.
 
     Returns:
-      A `GradientTransformation`; the gradient it takes must be whole matrices, reduced over all replicas.
+      A `GradientTransformation`; the gradients it takes must be whole matrices, reduced over all replicas.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from k3jax.optim import muon
+      >>> params = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
+      >>> loss = lambda p: ((jnp.ones(4) @ p["w"] + p["b"]) ** 2).sum()
+      >>> optimizer = muon(0.1, weight_decay=0.1)
+      >>> @jax.jit
+      ... def step(params, state):
+      ...     updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> state, before = optimizer.init(params), loss(params)
+      >>> for _ in range(20):
+      ...     params, state = step(params, state)
+      >>> bool(loss(params) < before / 2)
+      True
     """
-    matrices = scale_by_muon(momentum=momentum, nesterov=nesterov, consistent_rms=consistent_rms, ns_steps=ns_steps)
-    return by_group(matrices, learning_rate, weight_decay, groups)
+    return muon_with_adamw(
+        learning_rate,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        consistent_rms=consistent_rms,
+        ns_steps=ns_steps,
+        mu_dtype=mu_dtype,
+        groups=groups,
+    )
 
 
-class MuonState(NamedTuple):
-    """Moving average of the gradients, and how many it has seen."""
-
-    count: jax.typing.ArrayLike
-    mu: Any
-
-
-def scale_by_muon(
-    *, momentum: float = 0.95, nesterov: bool = True, consistent_rms: float = 0.2, ns_steps: int = 5
+def muon_with_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    consistent_rms: float = 0.2,
+    ns_steps: int = 5,
+    adamw_learning_rate: optax.ScalarOrSchedule | None = None,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    groups: Any = None,
 ) -> optax.GradientTransformation:
-    """Orthogonalised momentum of matrices that lie in the last two axes of every leaf.
+    """Muon on matrices and AdamW on all other leaves, each with its own settings.
 
     Args:
-      momentum: decay of the gradient's moving average, which is corrected for its start at zero.
-      nesterov: whether to look one step ahead along the momentum.
-      consistent_rms: updates are scaled by this times √max(rows, columns).
+      learning_rate: step size or schedule.
+      momentum: decay of the gradient's moving average, for matrices.
+      nesterov: whether to look one step ahead along it.
+      consistent_rms: updates of matrices are scaled by this times √max(rows, columns).
       ns_steps: Newton–Schulz iterations.
+      adamw_learning_rate: step size or schedule of the leaves on AdamW; None: the same.
+      b1: decay of AdamW's average of gradients.
+      b2: decay of AdamW's average of squares.
+      eps: added to the root of AdamW's average of squares.
+      weight_decay: decoupled, times the leaf's learning rate, on the leaves whose group says so.
+      mu_dtype: dtype of the stored average of gradients, of both; None: the parameter's. See `scale_by_muon`.
+      groups: a tree of `Group` like the parameters; None: `parameter_groups`. Leaves may have dims in front that the
+        parameters had not, as long as their paths are the same.
 
     Returns:
-      A `GradientTransformation`. All axes before the last two are batch axes.
+      A `GradientTransformation`; the gradients it takes must be whole matrices, reduced over all replicas.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from k3jax.optim import Group, muon_with_adamw, parameter_groups
+      >>> params = {"w": jnp.ones((4, 3)), "codes": jnp.ones((16, 4)), "b": jnp.ones(3)}
+      >>> groups = parameter_groups(params, {"codes": Group("adamw", decay=False)})
+      >>> optimizer = muon_with_adamw(0.02, adamw_learning_rate=1e-3, b2=0.99, groups=groups)
+      >>> updates, state = optimizer.update(params, optimizer.init(params), params)
+      >>> {name: round(float(jnp.abs(u).max()), 4) for name, u in updates.items()}
+      {'b': 0.001, 'codes': 0.001, 'w': 0.0016}
     """
-
-    def init(params):
-        return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
-
-    def update(updates, state, params=None):
-        del params
-        count = optax.safe_increment(state.count)
-        mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
-        ahead: Any = optax.tree.bias_correction(mu, momentum, optax.safe_increment(count) if nesterov else count)
-        if nesterov:
-            now = optax.tree.bias_correction(updates, momentum, count)
-            ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
-        scale = lambda x: consistent_rms * max(x.shape[-2:]) ** 0.5
-        return jax.tree.map(lambda x: scale(x) * orthogonalize(x, ns_steps), ahead), MuonState(count, mu)
-
-    return optax.GradientTransformation(init, update)
-
-
-def orthogonalize(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array, "*batch m n"]:
-    """Newton–Schulz iteration on each matrix: singular values go to about one (0.68 to 1.13 after five steps).
-
-    Each matrix is divided by its largest element first, so that its norm neither underflows nor overflows: the result
-    does not depend on its scale. A zero matrix stays zero.
-    """
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    largest = jnp.abs(x).max((-2, -1), keepdims=True)
-    x = x / jnp.where(largest > 0, largest, 1)
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
-    a, b, c = NEWTON_SCHULZ
-
-    def iterate(_, x):
-        square = x @ x.mT
-        return a * x + (b * square + c * square @ square) @ x
-
-    x = lax.fori_loop(0, steps, iterate, x)
-    return x.mT if tall else x
+    matrices = scale_by_muon(
+        momentum=momentum,
+        nesterov=nesterov,
+        consistent_rms=consistent_rms,
+        ns_steps=ns_steps,
+        mu_dtype=mu_dtype,
+        groups=groups,
+    )
+    others = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    if adamw_learning_rate is not None:
+        rate = by_optimizer({"muon": rate, "adamw": optax.scale_by_learning_rate(adamw_learning_rate)}, groups)
+    return optax.chain(
+        by_optimizer({"muon": matrices, "adamw": others}, groups), decayed_by_group(weight_decay, groups), rate
+    )
 
 
 def orthogonalize_flops(rows: int, columns: int, steps: int = 5) -> int:
@@ -115,35 +138,56 @@ def orthogonalize_flops(rows: int, columns: int, steps: int = 5) -> int:
 
 
 def adamw(
-    learning_rate: optax.ScalarOrSchedule, *, weight_decay: float = 0.0, groups: Any = None
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    groups: Any = None,
 ) -> optax.GradientTransformation:
     """AdamW on every leaf, with weight decay on the leaves whose group says so.
 
     Args:
       learning_rate: step size or schedule.
+      b1: decay of the average of gradients.
+      b2: decay of the average of squares.
+      eps: added to the root of the average of squares.
       weight_decay: decoupled weight decay.
+      mu_dtype: dtype of the stored average of gradients; None: the parameter's.
       groups: a tree of `Group` like the parameters; None: `parameter_groups`.
 
     Returns:
       A `GradientTransformation`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from k3jax.optim import adamw
+      >>> params = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
+      >>> optimizer = adamw(0.5, weight_decay=0.1)
+      >>> zero = {"w": jnp.zeros((4, 3)), "b": jnp.zeros(3)}
+      >>> updates, state = optimizer.update(zero, optimizer.init(params), params)
+      >>> {name: round(float(jnp.abs(u).max()), 4) for name, u in updates.items()}
+      {'b': 0.0, 'w': 0.05}
     """
-    return by_group(adam(), learning_rate, weight_decay, groups)
-
-
-def adam() -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=0.9, b2=0.95)
-
-
-def by_group(
-    matrices: optax.GradientTransformation, learning_rate: optax.ScalarOrSchedule, weight_decay: float, groups: Any
-) -> optax.GradientTransformation:
-    """`matrices` on Muon's leaves and Adam on the others, then decay by group and the learning rate."""
-    resolve = lambda params: parameter_groups(params) if groups is None else groups
-    is_group = lambda x: isinstance(x, Group)
-    labels = lambda params: jax.tree.map(lambda g: g.optimizer, resolve(params), is_leaf=is_group)
-    decays = lambda params: jax.tree.map(lambda g: g.decay, resolve(params), is_leaf=is_group)
     return optax.chain(
-        optax.partition({"muon": matrices, "adamw": adam()}, labels),
-        optax.add_decayed_weights(weight_decay, mask=decays),
+        optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype),
+        decayed_by_group(weight_decay, groups),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def by_optimizer(transforms: Mapping[Any, optax.GradientTransformation], groups: Any) -> optax.GradientTransformation:
+    """Each leaf's updates by the transformation that its group names."""
+    return optax.partition(transforms, lambda tree: of_groups("optimizer", tree, groups))
+
+
+def decayed_by_group(weight_decay: float, groups: Any) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(weight_decay, mask=lambda tree: of_groups("decay", tree, groups))
+
+
+def of_groups(field: str, tree: Any, groups: Any) -> Any:
+    """One field of every leaf's group, as a tree."""
+    groups = parameter_groups(tree) if groups is None else groups
+    return jax.tree.map(lambda group: getattr(group, field), groups, is_leaf=is_group)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from k3jax.optim.groups import group_table, is_group, parameter_groups
 from k3jax.parallel.relay import Relay
 from k3jax.parallel.zero import BUFFERS, bytes_per_parameter
 from k3jax.parameters import count, count_by_group
@@ -86,6 +87,14 @@ def _parameters(step: TrainStep) -> Rows:
         ("parameter groups", ", ".join(f"{number:,} on {label}" for label, number in groups.items())),
         ("bytes per rank", f"{in_bytes(weights)} of parameters, {in_bytes(state)} with the optimizer state"),
     ]
+
+
+def parameter_table(step: TrainStep) -> str:
+    """Every parameter of the state, inactive slots included: shape, optimizer, matrices, decay."""
+    groups = parameter_groups(step.state_shapes.params)
+    if step.config.optimizer == "adamw":
+        groups = jax.tree.map(lambda group: group._replace(optimizer="adamw"), groups, is_leaf=is_group)
+    return group_table(step.state_shapes.params, groups)
 
 
 def _gradients(step: TrainStep) -> Rows:

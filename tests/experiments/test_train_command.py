@@ -132,6 +132,7 @@ def test_a_dry_run_resolves_and_plans_and_writes_nothing(options, tmp_path, monk
     # -1 was filled from the eight devices of the tests
     for text in ("--mesh=data=4,pipe=2,expert=1,context=1", "--model.hidden-size=32", "8 ranks", "entropy", "on muon"):
         assert text in out
+    assert ["chunks.0.moe.router", "2x1x2x32x8", "muon", "4", "of", "32x8", "yes"] in map(str.split, out.splitlines())
     assert not list(tmp_path.iterdir())
 
 

@@ -100,9 +100,10 @@ def abstract(config: ModelConfig, part: str) -> nnx.Module:
     return nnx.eval_shape(lambda: MODULES[part](config, Draw()))
 
 
-def bind(config: ModelConfig, part: str, params: Params) -> Any:
-    """The module with these values."""
-    return nnx.merge(nnx.graphdef(abstract(config, part)), params)
+def bind(config: ModelConfig, part: str, params: Params, *, inside: str | None = None) -> Any:
+    """The module with these values, or the one that it has under the name `inside`."""
+    module = abstract(config, part)
+    return nnx.merge(nnx.graphdef(module if inside is None else getattr(module, inside)), params)
 
 
 def init_part(config: ModelConfig, part: str, key: jax.Array) -> Params:
@@ -163,7 +164,7 @@ def init_balance(config: ModelConfig, layout: StackLayout) -> dict[str, Any]:
 
 
 def placement_tree(config: ModelConfig) -> dict[str, Any]:
-    """`Placement` of every parameter; dims count from the end of a module's own shape, stacked dims not included."""
+    """`Placement` of every parameter, a tree like the parameters; its dims are a module's own, without stacked ones."""
     tree = {part: placements(abstract(config, part)) for part in ("embed", "dense", "head")}
     tree["chunks"] = {str(p): placements(abstract(config, kind)) for p, kind in enumerate(config.pattern)}
     if not config.dense_layers:

@@ -14,33 +14,30 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax import model
 from k3jax.configs import ModelConfig
-from k3jax.layers.common import Placement
-from k3jax.optim import orthogonalize_flops
+from k3jax.layers.common import Placement, placements
+from k3jax.optim import newton_schulz_flops
 from k3jax.parallel.owners import Owners, balanced, replica_axes
 
 
 def param_specs(config: ModelConfig) -> dict[str, Any]:
     """PartitionSpec of every parameter, a tree like the parameters."""
-    shapes = {part: model.shapes(config, part) for part in ("embed", "dense", "head")}
-    shapes["chunks"] = {str(p): model.shapes(config, kind) for p, kind in enumerate(config.pattern)}
-    if not config.dense_layers:
-        shapes["dense"] = {}
-    stacked = {"embed": [], "chunks": ["pipe", None, None], "dense": [None], "head": []}
-
-    def spec(part, place: Placement, shape):
-        dims: list[str | None] = [None] * len(shape.shape)
-        if place.expert_dim is not None:
-            dims[place.expert_dim] = "expert"
-        return P(*stacked[part], *dims)
-
-    is_place = lambda x: isinstance(x, Placement)
-    specs = {
-        part: jax.tree.map(lambda a, b, part=part: spec(part, a, b), tree, shapes[part], is_leaf=is_place)
-        for part, tree in model.placement_tree(config).items()
-    }
+    specs: dict[str, Any] = {part: module_specs(config, part) for part in ("embed", "head")}
+    kinds = enumerate(config.pattern)
+    specs["chunks"] = {str(p): module_specs(config, kind, stacked=("pipe", None, None)) for p, kind in kinds}
+    specs["dense"] = module_specs(config, "dense", stacked=(None,)) if config.dense_layers else {}
     specs["embed"]["table"] = P("pipe", None)
     specs["head"]["weight"] = P(None, "pipe")
     return specs
+
+
+def module_specs(config: ModelConfig, part: str, *, stacked: tuple[str | None, ...] = ()) -> dict[str, Any]:
+    """PartitionSpec of every parameter of one module of `model.MODULES`; stacked: axes of the dims in front of its own."""
+
+    def spec(place: Placement, shape):
+        return P(*stacked, *("expert" if dim == place.expert_dim else None for dim in range(len(shape.shape))))
+
+    places = placements(model.abstract(config, part))
+    return jax.tree.map(spec, places, model.shapes(config, part), is_leaf=lambda x: isinstance(x, Placement))
 
 
 def reduce_gradients(grads: Any, specs: Any) -> Any:
@@ -65,7 +62,7 @@ def owners_of(shapes: dict[str, Any], specs: dict[str, Any], groups: Any, sizes:
     tree = {part: jax.tree.map(own(part), leaves, specs[part], groups[part]) for part, leaves in shapes.items()}
     leaves, structure = jax.tree.flatten(tree)
     matrices = [i for i, owners in enumerate(leaves) if owners.unit_dims]
-    spread = balanced([leaves[i] for i in matrices], [orthogonalize_flops(*leaves[i].unit) for i in matrices])
+    spread = balanced([leaves[i] for i in matrices], [newton_schulz_flops(*leaves[i].unit) for i in matrices])
     for i, owners in zip(matrices, spread, strict=True):
         leaves[i] = owners
     return jax.tree.unflatten(structure, leaves)

@@ -179,13 +179,13 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
     """A mixture's layer with shared experts, forward and backward in bfloat16, for these devices."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
     from k3jax import configs
     from k3jax import model as lm
     from k3jax.layers.common import Axes, Tokens
+    from k3jax.sharding import module_specs
     from k3jax.train.devices import compiler_options
 
     fields = "experts_per_token", "hidden_size", "expert_width"
@@ -201,17 +201,14 @@ def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:
 
     def local(params, x, bias, ids):
         def layer(params, x):
-            part: Any = lm.abstract(model, "M")
-            module = nnx.merge(nnx.graphdef(part.moe), params)
-            return module(x, bias, Tokens(ids, ids, axes))[0]
+            return lm.bind(model, "M", params, inside="moe")(x, bias, Tokens(ids, ids, axes))[0]
 
         # Forward and backward share nothing but residuals: in a pipeline they are apart in time.
         y, pullback = jax.lax.optimization_barrier(jax.vjp(layer, params, x))
         return pullback(y)
 
-    shapes = lm.shapes(model, "M")["moe"]
+    shapes, specs = lm.shapes(model, "M")["moe"], module_specs(model, "M")["moe"]
     tokens = P("expert")
-    specs = jax.tree_util.tree_map_with_path(lambda path, _: tokens if "expert" in str(path) else P(), shapes)
     given = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     params = jax.tree.map(lambda leaf, spec: given(leaf.shape, jnp.bfloat16, spec), shapes, specs)
     x = given((config.ranks, config.tokens, config.hidden_size), jnp.bfloat16, tokens)

@@ -131,12 +131,6 @@ def muon_with_adamw(
     )
 
 
-def orthogonalize_flops(rows: int, columns: int, steps: int = 5) -> int:
-    """Floating-point operations of `orthogonalize` for one matrix: what its products take."""
-    short, long = sorted((rows, columns))
-    return steps * (4 * short**2 * long + 2 * short**3)
-
-
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,

@@ -142,6 +142,12 @@ class Owners:
         return self.slots * math.prod(self.unit)
 
     @property
+    def of_units(self) -> Owners:
+        """The same owners of one number for each unit."""
+        dims = dict(spec=P(*self._dims[: self.unit_start]), shape=self.shape[: self.unit_start], unit_dims=0)
+        return dataclasses.replace(self, **dims)
+
+    @property
     def out_spec(self) -> P:
         """Of the owners' array."""
         return P(*self._dims[: self.kept], *self.batch_parts.values(), self.owner_axes, *[None] * self.unit_dims)

@@ -155,10 +155,10 @@ class Checkpoints:
 
 def form_of(train_step: TrainStep, **replaced: Any) -> CanonicalForm:
     """The form of a step's states, with `replaced` fields. Weights that follow from master weights are not stored."""
-    if train_step.owners:
+    if train_step.masters.owners:
         replaced["params"] = None
     shapes, shardings = train_step.state_shapes._replace(**replaced), train_step.state_shardings._replace(**replaced)
-    return CanonicalForm(shapes, shardings, train_step.layout, train_step.owners)
+    return CanonicalForm(shapes, shardings, train_step.layout, train_step.masters.owners)
 
 
 def weights_form(train_step: TrainStep) -> CanonicalForm:

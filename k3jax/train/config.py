@@ -41,6 +41,8 @@ class StepConfig:
     """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices, embedding and head."""
+    qk_clip: float = 100.0
+    """Largest attention logit of an MLA head; after a step in which one was larger, its weights are scaled down. inf: never."""
     clip_norm: float = 1.0
     """Largest global gradient norm; gradients above it are scaled down to it. inf: never."""
     warmup: float = 0.01
@@ -65,6 +67,7 @@ class StepConfig:
         )
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "positive and finite")
         require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "at least 0 and finite")
+        require(self.qk_clip > 0, "qk_clip", self.qk_clip, "positive (inf: never clip)")
         require(self.clip_norm > 0, "clip_norm", self.clip_norm, "positive (inf: never clip)")
         require(0 <= self.warmup <= 1, "warmup", self.warmup, "a share of the steps, 0 to 1")
         require(0 <= self.seed < 2**31, "seed", self.seed, "0 to 2147483647")

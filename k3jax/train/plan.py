@@ -100,13 +100,13 @@ def parameter_table(step: TrainStep) -> str:
 def _gradients(step: TrainStep) -> Rows:
     config, sizes = step.config, step.resolved.mesh.sizes
     whole, master = float32_bytes(step)
-    if not step.owners:
+    if not step.masters.owners:
         said = f"{in_bytes(whole)} on every replica"
     elif config.zero == 1:
         said = f"{in_bytes(whole)} in the pipeline; then {in_bytes(master)} on each owner"
     else:
         buffers = f"{in_bytes(buffer_bytes(step))} in {min(BUFFERS, config.virtual)} chunk buffers"
-        shards = 4 * config.virtual * sum(o.owned for o in jax.tree.leaves(step.owners["chunks"]))
+        shards = 4 * config.virtual * sum(o.owned for o in jax.tree.leaves(step.masters.owners["chunks"]))
         said = f"{buffers}, {in_bytes(shards)} of shards in host memory; then {in_bytes(master)} on each owner"
     dense, experts = (
         math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context"))
@@ -136,16 +136,16 @@ def float32_bytes(step: TrainStep) -> tuple[int, int]:
     shapes = jax.eval_shape(step.init_params)
     lie = lambda specs: jax.tree.map(lambda spec: NamedSharding(step.mesh, spec), specs)
     whole = bytes_per_rank(shapes, lie(step.specs))
-    if not step.owners:
+    if not step.masters.owners:
         return whole, whole
     return whole, bytes_per_rank(step.state_shapes.master, step.state_shardings.master)
 
 
 def buffer_bytes(step: TrainStep) -> int:
     """Of a rank's buffers for the gradients of chunks; 0 where those are whole."""
-    if not step.owners or step.config.zero < 2:
+    if not step.masters.owners or step.config.zero < 2:
         return 0
-    return 4 * min(BUFFERS, step.config.virtual) * sum(o.padded for o in jax.tree.leaves(step.owners["chunks"]))
+    return 4 * min(BUFFERS, step.config.virtual) * sum(o.padded for o in jax.tree.leaves(step.masters.owners["chunks"]))
 
 
 def bytes_per_rank(shapes: Any, shardings: Any) -> int:

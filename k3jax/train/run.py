@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from k3jax.model import Batch
-from k3jax.optim.groups import Group, parameter_groups
+from k3jax.optim import Group
 from k3jax.train import data, inputs, workdir
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.devices import abstract_mesh, build_mesh, resolve_mesh
@@ -230,6 +230,7 @@ class Run:
             "tokens": int(values["tokens"]),
             "tokens_per_second": int(values["tokens"]) / seconds,
             "bubble_fraction": self.train_step.resolved.schedule.bubble_fraction(lockstep=True),
+            "qk_clipped": int(values["qk_clipped"]),
             "moe_rows_max_over_mean": float(values["moe_rows_max_over_mean"]),
             "moe_max_vio": float(values["moe_max_vio"]),
             "moe_replicas": int(values["moe_replicas"]),
@@ -260,11 +261,7 @@ class Run:
 
     def _not_finite(self, grad_finite: np.ndarray) -> str:
         """Which parameters have a gradient that is not finite, and how they are trained."""
-        groups = jax.tree.leaves(
-            parameter_groups(self.train_step.state_shapes.params), is_leaf=lambda x: isinstance(x, Group)
-        )
-        if self.config.step.optimizer == "adamw":
-            groups = [group._replace(optimizer="adamw") for group in groups]
+        groups = jax.tree.leaves(self.train_step.masters.groups, is_leaf=lambda x: isinstance(x, Group))
         named = zip(self.train_step.param_names, groups, grad_finite, strict=True)
         bad = [f"{name} ({group.label})" for name, group, finite in named if not finite]
         if not bad:

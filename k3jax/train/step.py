@@ -20,7 +20,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from k3jax import model as lm
-from k3jax import optim
 from k3jax.activations.leaves import tagged_names
 from k3jax.activations.stores import Traffic
 from k3jax.layers.common import Axes
@@ -31,9 +30,9 @@ from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
 from k3jax.parallel.pullback import HELD, STREAM
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import WEIGHT, forward_only
-from k3jax.sharding import owners_of, param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import compiler_options
+from k3jax.train.masters import Masters, make_optimizer
 from meshes import AXES, MeshSpec
 
 TOKENS = P(None, ("data", "expert"), "context")
@@ -95,13 +94,10 @@ class TrainStep:
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
         self.jit = functools.partial(jax.jit, compiler_options=compiler_options(platform))
         self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(platform))
-        self.specs = param_specs(config.model)
         self.learning_rate = learning_rate_schedule(config)
-        shapes = jax.eval_shape(self.init_params)
-        self.groups = optimizer_groups(config, shapes)
-        self.owners = owners_of(shapes, self.specs, self.groups, dict(mesh.shape)) if config.zero else None
-        self.master_specs = jax.tree.map(lambda o: o.out_spec, self.owners) if self.owners else self.specs
-        self.optimizer = make_optimizer(config, self.learning_rate, self.groups)
+        self.masters = Masters(config, mesh, jax.eval_shape(self.init_params))
+        self.specs = self.masters.param_specs
+        self.optimizer = make_optimizer(config, self.learning_rate, self.masters.groups)
         self.state_shapes = jax.eval_shape(self._init)
         self.state_shardings = self._shardings(self.state_shapes)
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
@@ -134,17 +130,17 @@ class TrainStep:
 
         def whole(*operands):
             out = self._gradients(*operands)
-            return out._replace(grads=self._gather(out.grads)) if self.owners else out
+            return out._replace(grads=self.masters.gather(out.grads))
 
         return self.jit(whole)
 
     def with_params(self, state: TrainState) -> TrainState:
         """The state with the weights that its master weights come to, whatever it has for `params`."""
-        return state._replace(params=self._params_of(state.master)) if self.owners else state
+        return state._replace(params=self._params_of(state.master)) if self.masters.owners else state
 
     @functools.cached_property
     def _params_of(self):
-        return jax.jit(self._computed_with, out_shardings=self.state_shardings.params)
+        return jax.jit(self.masters.params, out_shardings=self.state_shardings.params)
 
     def place(self, batch: Batch) -> Batch:
         """A host batch of [global_batch, seq_len] arrays as [M, global_batch / M, seq_len] arrays on the mesh."""
@@ -187,19 +183,23 @@ class TrainStep:
     # ---- what is compiled ---------------------------------------------------------------------------------------------
 
     def _init(self) -> TrainState:
-        params = self.init_params()
-        master = self._own(params) if self.owners else None
+        masters = self.masters.own(self.init_params())
         balance = lm.init_balance(self.config.model, self.layout)
         zero = lambda: jnp.zeros((), jnp.int32)
-        opt_state = self.optimizer.init(params if master is None else master)
-        return TrainState(zero(), params if master is None else self._cast(params), master, opt_state, balance, zero())
+        return self._state(zero(), masters, self.optimizer.init(masters), balance, zero())
+
+    def _state(self, step, masters, opt_state, balance, skipped) -> TrainState:
+        """With the weights that master weights come to."""
+        master = masters if self.masters.owners else None
+        return TrainState(step, self.masters.params(masters), master, opt_state, balance, skipped)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         out = self._gradients(state.params, state.balance, batch)
         norm = global_norm(out.grads)
         clipped = clip_by_norm(out.grads, norm, self.config.clip_norm)
-        master = state.master if self.owners else state.params
-        updates, opt_state = self._update(clipped, state.opt_state, master)
+        masters = state.master if self.masters.owners else state.params
+        lie = jax.tree.map(lambda s: s.spec, self.state_shardings.opt_state)
+        updates, opt_state = self.masters.update(self.optimizer, clipped, state.opt_state, lie, masters, out.max_logits)
         new_bias = functools.partial(balanced_bias, k=self.config.model.experts_per_token)
         balance = {
             "chunks": {
@@ -211,11 +211,9 @@ class TrainStep:
         # From finite gradients follow finite updates; to look at these too would make every owner wait for all others.
         finite = jnp.isfinite(out.loss) & jnp.isfinite(norm)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite & right, a, b), new, old)
-        master = keep(optax.apply_updates(master, updates), master)
-        new_state = TrainState(
+        new_state = self._state(
             state.step + 1,
-            self._computed_with(master) if self.owners else master,
-            master if self.owners else None,
+            keep(optax.apply_updates(masters, updates), masters),
             keep(opt_state, state.opt_state),
             keep(balance, state.balance),
             state.skipped + jnp.where(finite & right, 0, 1),
@@ -224,6 +222,7 @@ class TrainStep:
             loss=out.loss,
             grad_norm=norm,
             learning_rate=self.learning_rate(optimizer_count(state)),
+            qk_clipped=sum((top > self.config.qk_clip).sum() for top in out.max_logits.values()),
             max_logit=functools.reduce(jnp.maximum, map(jnp.max, out.max_logits.values()), -jnp.inf),
             tokens=out.tokens,
             **{f"moe_{name}": value for name, value in out.experts._asdict().items()},
@@ -235,36 +234,9 @@ class TrainStep:
         return new_state, metrics
 
     def _gradients(self, params: Any, balance: Any, batch: Batch) -> Gradients:
-        specs = Gradients._make([P(), self.master_specs, STACKED, STACKED, P(), P(), P(), P()])
+        specs = Gradients._make([P(), self.masters.specs, STACKED, STACKED, P(), P(), P(), P()])
         local = functools.partial(self._local_gradients, schedule=self.resolved.schedule)
         return self._sharded(local, specs)(params, balance, self._flags(), batch)
-
-    def _update(self, grads: Any, opt_state: Any, master: Any) -> tuple[Any, Any]:
-        """The optimizer's updates and next state; each owner works on what it owns, and nothing is communicated."""
-        if not self.owners:
-            return self.optimizer.update(grads, opt_state, master)
-        specs = self.master_specs, jax.tree.map(lambda s: s.spec, self.state_shardings.opt_state), self.master_specs
-        update = jax.shard_map(self.optimizer.update, mesh=self.mesh, in_specs=specs, out_specs=specs[:2])
-        return update(grads, opt_state, master)
-
-    # ---- between whole parameters and their owners --------------------------------------------------------------------
-
-    def _own(self, params: Any) -> Any:
-        """The owners' arrays of whole parameters."""
-        own = lambda tree: jax.tree.map(lambda o, a: o.own(a), self.owners, tree)
-        return jax.shard_map(own, mesh=self.mesh, in_specs=(self.specs,), out_specs=self.master_specs)(params)
-
-    def _gather(self, owned: Any) -> Any:
-        """Whole parameters, or gradients, of the owners' arrays. One all-gather a leaf."""
-        gather = lambda tree: jax.tree.map(lambda o, a: o.gather(a), self.owners, tree)
-        return jax.shard_map(gather, mesh=self.mesh, in_specs=(self.master_specs,), out_specs=self.specs)(owned)
-
-    def _computed_with(self, master: Any) -> Any:
-        """The weights to compute with: in the compute dtype before they travel."""
-        return self._gather(self._cast(master))
-
-    def _cast(self, params: Any) -> Any:
-        return lm.cast_for_compute(self.config.model, params, jnp.dtype(self.config.dtype))
 
     def _evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         forward = forward_only(self.resolved.schedule)
@@ -289,16 +261,17 @@ class TrainStep:
     def _local_gradients(self, params, balance, flags, batch: Batch, *, schedule) -> Gradients:
         total = lax.psum((batch.targets >= 0).sum(), pipeline.REPLICAS)
         cotangent = 1.0 / jnp.maximum(total, 1)
-        early = self.owners["chunks"] if self.owners and self.config.zero == 2 else None
         program, params = self._program(params, balance, flags, batch)
-        outcome = pipeline.run(schedule, program, params, cotangent, self.resolved.policy, early)
+        outcome = pipeline.run(
+            schedule, program, params, cotangent, self.resolved.policy, self.masters.local_chunk_owners
+        )
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
         stats, max_logits = outcome.report
         loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
-            self._reduce(grads, early is not None),
+            self.masters.reduce_local(grads),
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             jax.tree.map(lambda top: lax.pmax(top, pipeline.REPLICAS)[None], max_logits),
             tokens,
@@ -307,17 +280,10 @@ class TrainStep:
             jax.tree.map(lambda n: lax.psum(n, AXES), outcome.traffic),
         )
 
-    def _reduce(self, grads: Any, chunks_reduced: bool) -> Any:
-        """Sums over replicas of each rank's contributions, like the master weights: whole, or each owner's alone."""
-        if not self.owners:
-            return reduce_gradients(grads, self.specs)
-        reduce = lambda part: lambda o, g: o.placed(g) if part == "chunks" and chunks_reduced else o.scatter(g)
-        return {part: jax.tree.map(reduce(part), self.owners[part], tree) for part, tree in grads.items()}
-
     def _program(self, params, balance, flags, batch: Batch) -> tuple[pipeline.Program, Any]:
         """The model as the executor's program, over this rank's parameters in the compute dtype."""
         config, dtype = self.config.model, jnp.dtype(self.config.dtype)
-        params = self._cast(params)
+        params = self.masters.cast(params)
         mine = lambda tree: jax.tree.map(lambda a: a[0], tree)
         params = params | {"chunks": mine(params["chunks"])}
         balance, flags = mine(balance["chunks"]), mine(flags)
@@ -360,7 +326,7 @@ class TrainStep:
             tuple(path): spec
             for path, spec in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, P))
         }
-        specs = by_path(self.master_specs)
+        specs = by_path(self.masters.specs)
 
         def spec_of(path, leaf):
             tails = (specs.get(tuple(path[i:])) for i in range(len(path)))
@@ -392,20 +358,6 @@ def learning_rate_schedule(config: StepConfig) -> optax.Schedule:
         decay_steps=max(config.steps, warmup + 1),
         end_value=0.1 * config.learning_rate,
     )
-
-
-def optimizer_groups(config: StepConfig, params: Any) -> Any:
-    """The `Group` of every parameter: AdamW alone has no matrices."""
-    groups = optim.parameter_groups(params)
-    if config.optimizer == "muon":
-        return groups
-    is_group = lambda x: isinstance(x, optim.Group)
-    return jax.tree.map(lambda g: optim.Group("adamw", g.decay), groups, is_leaf=is_group)
-
-
-def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, groups: Any) -> optax.GradientTransformation:
-    factory = {"muon": optim.muon, "adamw": optim.adamw}[config.optimizer]
-    return factory(learning_rate, weight_decay=config.weight_decay, groups=groups)
 
 
 def optimizer_count(state: TrainState) -> jax.Array:

@@ -198,6 +198,9 @@ def test_kill_minus_nine_on_eight_ranks_changes_no_loss(options, tmp_path):
     assert re.search(r"done at step 6: loss .* the unigram entropy of .* s a step", out)
     assert f"{tmp_path / 'whole'}: config.json, metrics.jsonl, checkpoints/6" in out
     assert len(err.splitlines()) == STEPS and "eta" in err  # a line a step, and no warnings
+    lines = without_speed(tmp_path / "whole")
+    assert {(line["moe_rows_max_over_mean"], line["moe_dropped"]) for line in lines} == {(1.0, 0)}
+    assert all(line["moe_max_vio"] > 0 and line["moe_replicas"] > 0 for line in lines)  # the plan had to even it
 
     broken = command(options, EIGHT, f"--workdir={tmp_path / 'broken'}")
     assert broken.stderr is not None

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -88,8 +87,7 @@ def tiny_moe_gradient(policy):
     tokens = Tokens(jnp.zeros((2, 6), jnp.int32), jnp.zeros((2, 6), jnp.int32))
 
     def moe(params, x):
-        module = nnx.merge(nnx.graphdef(lm.abstract(config, "M").moe), params)
-        return module(x, jnp.zeros(config.num_experts), tokens)
+        return lm.bind(config, "M", params, inside="moe")(x, jnp.zeros(config.num_experts), tokens)
 
     names = ("moe.experts", "moe.dispatch_in", "moe.combined", "shared.gate", "shared.up")
     wrapped = ActivationPolicy.parse(f"*={policy}").checkpoint(moe, names)
@@ -204,7 +202,7 @@ def test_latent_norm_sits_between_aggregation_and_up_projection():
     params = jax.jit(lambda: lm.init_part(config, "M", jax.random.key(0)))()["moe"]
     tokens = Tokens(jnp.zeros((1, 6), jnp.int32), jnp.zeros((1, 6), jnp.int32))
     x = jax.random.normal(jax.random.key(1), (1, 6, config.hidden_size))
-    run = jax.jit(lambda p: nnx.merge(nnx.graphdef(lm.abstract(config, "M").moe), p)(x, jnp.zeros(8), tokens)[0])
+    run = jax.jit(lambda params: lm.bind(config, "M", params, inside="moe")(x, jnp.zeros(8), tokens)[0])
     scaled = params | {"expert_down": params["expert_down"] * 1e7}
     base = params | {"expert_down": params["expert_down"] * 1e6}  # far above the epsilon
     np.testing.assert_allclose(run(scaled), run(base), rtol=1e-3, atol=1e-5)

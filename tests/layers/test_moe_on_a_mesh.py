@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from k3jax import model as lm
 from k3jax.layers.common import Axes, Tokens
 from k3jax.ops.glu import gated_activation
+from k3jax.sharding import module_specs
 from meshes import MeshSpec
 
 T = 11
@@ -62,19 +62,13 @@ def sharded_layer(ranks):
     """The model's layer in shard_map; its parameters of experts lie over ranks, all others on each."""
 
     def local(params, x, bias, ids):
-        layer = nnx.merge(nnx.graphdef(lm.abstract(CONFIG, "M").moe), params)
+        layer = lm.bind(CONFIG, "M", params, inside="moe")
         y, stats = layer(x, bias, Tokens(jnp.zeros_like(ids), ids, Axes(expert="expert")))
         return y, stats.load.computed[None]
 
     mesh = MeshSpec.parse(f"expert={ranks}").build(jax.devices()[:ranks])
-    tokens = P("expert")
-
-    def layer(params, x, bias, ids):
-        specs = jax.tree_util.tree_map_with_path(lambda path, _: tokens if "expert" in str(path) else P(), params)
-        run = jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, P(), tokens), out_specs=(tokens, tokens))
-        return run(params, x, bias, ids)
-
-    return layer
+    tokens, specs = P("expert"), module_specs(CONFIG, "M")["moe"]
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, P(), tokens), out_specs=(tokens, tokens))
 
 
 def gradients(layer):

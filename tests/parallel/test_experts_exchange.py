@@ -10,6 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench.moe import BenchMoe, saved_for_backward
+from k3jax.ops.grouped_gemm import api
+from k3jax.ops.grouped_gemm.xla import Xla
 from k3jax.parallel.experts import mixture, run_experts
 from k3jax.parallel.experts.ragged import RaggedAllToAll
 from meshes import MeshSpec
@@ -37,9 +39,28 @@ def ragged_all_to_all(operand, output, begin, rows, to, expected, *, axis_name):
     return jnp.where(lawful, result, -(2**30))
 
 
+class SpoiltXla(Xla):
+    """Whose results are no numbers in rows of no expert, which operations may leave as they like."""
+
+    def product(self, *arrays, **how):
+        return spoilt(super().product(*arrays, **how), arrays[-1])
+
+    def gated_product(self, *arrays, **how):
+        return spoilt(super().gated_product(*arrays, **how), arrays[-1])
+
+    def gated_gradients(self, *arrays, **how):
+        return tuple(spoilt(x, arrays[-1]) for x in super().gated_gradients(*arrays, **how))
+
+
+def spoilt(rows_C, group_sizes):
+    unused_C = jnp.arange(len(rows_C)) >= group_sizes.sum()
+    return jnp.where(unused_C.reshape(-1, *[1] * (rows_C.ndim - 1)), jnp.nan, rows_C)
+
+
 @pytest.fixture
 def exchanges(monkeypatch):
     """Both exchanges on CPU, and one whose rows come in parts."""
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "xla", SpoiltXla())
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
     in_parts = functools.partial(RaggedAllToAll, parts=3)
     monkeypatch.setattr(mixture, "EXCHANGES", mixture.EXCHANGES | {"in parts": in_parts})

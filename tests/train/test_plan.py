@@ -109,7 +109,7 @@ def test_plan_says_what_gradients_take():
     own = in_bytes(bytes_per_rank(step.state_shapes.master, step.state_shardings.master))
     assert said[1]["gradients"] == f"{weights} in the pipeline; then {own} on each owner"
     assert said[1]["bytes per parameter"].startswith("8 on the device with 4 replicas")  # 2 + 4 + 8 / 4
-    owners = jax.tree.leaves(step.owners["chunks"])
+    owners = jax.tree.leaves(step.masters.owners["chunks"])
     buffers, shards = (in_bytes(4 * sum(n(o) for o in owners)) for n in (lambda o: 2 * o.padded, lambda o: 4 * o.owned))
     held = f"{buffers} in 2 chunk buffers, {shards} of shards in host memory"
     assert said[2]["gradients"] == f"{held}; then {own} on each owner"

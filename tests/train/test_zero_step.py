@@ -65,7 +65,7 @@ def test_bytes_per_parameter_are_those_of_the_owners(replicas):
     config = StepConfig(model=dataclasses.replace(get("nano"), num_layers=12), virtual=3, zero=2)
     step = TrainStep(config, abstract_mesh(MeshSpec.parse(f"data={replicas},pipe=2")))
     said = bytes_per_parameter(2, replicas, virtual=3)
-    owners = jax.tree.leaves(step.owners["chunks"])
+    owners = jax.tree.leaves(step.masters.owners["chunks"])
     parameters = 3 * sum(o.elements for o in owners)
     assert 4 * 3 * sum(o.owned for o in owners) / parameters == pytest.approx(said.host, rel=0.05)
     assert 4 * 2 * sum(o.owned * o.replicas for o in owners) / parameters == pytest.approx(said.gradient, rel=0.05)

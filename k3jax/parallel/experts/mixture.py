@@ -9,7 +9,6 @@ needs anyway, ∂p_i = ⟨a′_i, a_i⟩. K3 report, memory-efficient MoE; the s
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -48,12 +47,12 @@ def run_experts(
     its class says what it sends. Raises ValueError for another. beside: what else is made of the tokens, best while the first
     rows travel. K3 report, MoonEP.
     """
-    how = exchange_of(exchange, axis_name, num_experts), betas
-    plan = jax.tree.map(lambda x: checkpoint_name(x, "moe.plan"), how[0].plan(experts_Nk))
+    chosen = exchange_of(exchange, axis_name, num_experts)
+    plan = jax.tree.map(lambda x: checkpoint_name(x, "moe.plan"), chosen.plan(experts_Nk))
     arrays = z_NL, weights_Nk, *kernels
     z_NL, weights_Nk, gate, up, down = (vary_like(x, *arrays) for x in arrays)
-    load = Load(plan.group_sizes.sum(), (how[0].own_replicas(plan) >= 0).sum(), counts(experts_Nk, num_experts))
-    return mixture(how, z_NL, weights_Nk, (gate, up, down), plan, beside), load
+    load = Load(plan.group_sizes.sum(), (chosen.own_replicas(plan) >= 0).sum(), counts(experts_Nk, num_experts))
+    return mixture((chosen, betas), z_NL, weights_Nk, (gate, up, down), plan, beside), load
 
 
 def best_exchange(platform: str) -> str:
@@ -87,7 +86,7 @@ def _forward(how, z_NL, weights_Nk, kernels, plan, beside):
             (x_CL,), sizes = part.tokens, part.group_sizes
             hidden_CF = ops.expert_hidden(x_CL, gate, up, sizes, beta=beta, linear_beta=linear_beta)
             y = ops.weighted_gemm(hidden_CF, down, part.weights_C, sizes)
-            y_CL.append(_used(part, y).astype(z_NL.dtype))
+            y_CL.append(y.astype(z_NL.dtype))
     (u_NL,) = exchange.combine(plan, parts, y_CL)
     return u_NL, (z_NL, weights_Nk, kernels, plan)
 
@@ -118,13 +117,7 @@ def _part_gradients(betas: Betas, part: Part, weights: Kernels):
     )
     dx_CL = ops.expert_input_gradient(d_gate_CF, d_up_CF, gate, up, sizes)
     of_weights = (x_CL, d_gate_CF), (x_CL, d_up_CF), (pa_CF, du_CL)
-    return _used(part, dx_CL), _used(part, dp_C), tuple(ops.weight_gradient(*pair, sizes) for pair in of_weights)
+    return dx_CL, dp_C, tuple(ops.weight_gradient(*pair, sizes) for pair in of_weights)
 
 
 mixture.defvjp(_forward, _backward)
-
-
-def _used(part: Part, x: jax.Array) -> jax.Array:
-    """x, 0 in rows of no expert: their products are unspecified."""
-    used_C = jnp.arange(len(x)) < part.group_sizes.sum()
-    return jnp.where(used_C.reshape(-1, *[1] * (x.ndim - 1)), x, 0)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.compat import vary_like
 from k3jax.parallel.experts.exchange import Part
-from k3jax.parallel.experts.planner import Placement, counts, home_experts, place, plan_local
+from k3jax.parallel.experts.planner import Placement, counts, destinations, home_experts, place
 
 
 class Stretches(NamedTuple):
@@ -38,11 +38,10 @@ class Stretches(NamedTuple):
 class RaggedPlan(NamedTuple):
     """What a rank has to know to send and to receive."""
 
-    destination: Int[Array, "N k"]
     group_sizes: Int[Array, " U"]
     replicas: Int[Array, "R H"]
     """Of every rank, as in `Placement`."""
-    place: Int[Array, "N k"]
+    listed: Int[Array, "N k"]
     """Each assignment's place in this rank's list; C for padding."""
     copy_of: Int[Array, "N k"]
     """The row, where it is computed, of the first assignment that brings the token there."""
@@ -70,9 +69,10 @@ class RaggedAllToAll(NamedTuple):
         C, R = experts_Nk.size, self.size
         rank = lax.axis_index(self.axis)
         table = lax.all_gather(counts(experts_Nk, self.num_experts), self.axis)
-        placement, own = place(table), plan_local(table, experts_Nk, rank)
+        placement = place(table)
+        destination = destinations(placement, experts_Nk, rank, rows=C)
         real, expert = experts_Nk >= 0, jnp.maximum(experts_Nk, 0)
-        to, row = own.destination // C, own.destination % C
+        to, row = destination // C, destination % C
         slot = placement.slots[expert, to]
         same = real[:, :, None] & real[:, None, :] & (to[:, :, None] == to[:, None, :])
         copy_of = jnp.where(same, row[:, None, :], C).min(-1)
@@ -83,8 +83,8 @@ class RaggedAllToAll(NamedTuple):
         sent = Stretches(here, there, rows, new)
         there, here, rows = stretches(placement, table, jnp.arange(R), rank)
         computed = Stretches(here, there, rows, lax.all_to_all(new, self.axis, 0, 0, tiled=True))
-        place_Nk = jnp.where(real, sent.here[to, slot] + row - sent.there[to, slot], C)
-        return RaggedPlan(own.destination, own.group_sizes, placement.replicas, place_Nk, copy_of, sent, computed)
+        listed = jnp.where(real, sent.here[to, slot] + row - sent.there[to, slot], C)
+        return RaggedPlan(placement.group_sizes[rank], placement.replicas, listed, copy_of, sent, computed)
 
     def own_replicas(self, plan: RaggedPlan) -> Int[Array, " H"]:
         """Experts of this rank's replica slots, −1 for unused ones."""
@@ -98,17 +98,17 @@ class RaggedAllToAll(NamedTuple):
 
         The first part's rows can be used when `beside` is there: XLA has to make it while they travel.
         """
-        N, k = plan.place.shape
+        N, k = plan.listed.shape
         C = N * k
-        listed = lambda values, absent: absent.at[plan.place.reshape(-1)].set(values.reshape(C, -1), mode="drop")
+        in_list = lambda values, absent: absent.at[plan.listed.reshape(-1)].set(values.reshape(C, -1), mode="drop")
         labels = jnp.stack([plan.copy_of, weights_Nk.astype(jnp.float32).view(jnp.int32)], -1)
         nothing = jnp.broadcast_to(jnp.array([C, 0], jnp.int32), (C, 2))
         every = plan.sent.rows, plan.computed.rows
-        labels = self._send(listed(labels, nothing), nothing, plan.sent.here, plan.sent.there, *every)
+        labels = self._send(in_list(labels, nothing), nothing, plan.sent.here, plan.sent.there, *every)
         copy_of, weights_C = labels[:, 0], labels[:, 1:].view(jnp.float32)[:, 0]
 
         token_of = jnp.broadcast_to(jnp.arange(N)[:, None], (N, k))
-        token_C = listed(token_of, jnp.full((C, 1), N))[:, 0]
+        token_C = in_list(token_of, jnp.full((C, 1), N))[:, 0]
         list_CD = jnp.concatenate(tokens, 1).at[token_C].get(mode="fill", fill_value=0)
         ends = jnp.cumsum(plan.group_sizes)
         arrived, parts, sent = [], [], None
@@ -140,7 +140,7 @@ class RaggedAllToAll(NamedTuple):
 
         An all-to-all for each part of the rows, and one of all numbers.
         """
-        N, k = plan.place.shape
+        N, k = plan.listed.shape
         C = N * k
         returned = vary_like(jnp.zeros((C, y_CD[0].shape[1]), y_CD[0].dtype), y_CD[0])
         for i, (part, y) in enumerate(zip(parts, y_CD, strict=True)):
@@ -150,7 +150,7 @@ class RaggedAllToAll(NamedTuple):
             there = plan.computed.there + here - plan.computed.here
             with jax.named_scope(f"moe.combine.part{i}"):
                 returned = self._send(y, returned, here - begin, there, rows, expected)
-        at_token = lambda x: x.at[plan.place].get(mode="fill", fill_value=0).astype(jnp.float32)
+        at_token = lambda x: x.at[plan.listed].get(mode="fill", fill_value=0).astype(jnp.float32)
         back = [at_token(returned).sum(1)]
         for of_parts in numbers:
             x_C = jnp.concatenate(of_parts)[:, None]

@@ -51,7 +51,8 @@ expert_ids = np.argsort(-(liking + noise), -1)[..., :k].astype(np.int32)
 table = np.stack([counts(ids, E) for ids in expert_ids])  # rows that each rank sends to each expert
 load = table.sum(0).reshape(R, H).sum(1)
 print("rows sent to each expert:\n", table)
-print("rows of each home:", load, " fair share:", S * k)
+share = load.sum() // R + (np.arange(R) < load.sum() % R)  # S · k for every rank, unless there is padding
+print("rows of each home:", load, " fair share:", share)
 
 # %% [markdown]
 # **Change it:** `liking = np.zeros(E)` is a fair router, and still not even. `liking[4] = 50` sends every token to one expert.
@@ -63,7 +64,7 @@ print("rows of each home:", load, " fair share:", S * k)
 # foreign rows come from **one** home, and touch at most that home's experts: H copies of weights are always enough room.
 
 # %%
-balance = load - S * k
+balance = load - share
 steps = [balance.copy()]
 moved = np.zeros((R, R), int)  # [home, rank that takes over]
 for turn in range(R - 1):
@@ -75,14 +76,14 @@ for turn in range(R - 1):
     steps.append(balance.copy())
     print(f"fill {turn + 1}: rank {least} takes {lacking} rows of rank {most}; balance {balance}")
 assert not balance.any()
-assert (moved == fills(np, load - S * k)).all()  # what the planner does
+assert (moved == fills(np, load - share)).all()  # what the planner does
 assert ((moved > 0).sum(0) <= 1).all()  # one home a rank
 
 # %%
 figure, panels = plt.subplots(1, len(steps), figsize=(3 * len(steps), 2.6), sharey=True)
 for panel, state, title in zip(panels, steps, ["before", *(f"fill {n + 1}" for n in range(R - 1))]):
-    panel.bar(range(R), state + S * k)
-    panel.axhline(S * k, color="black", linewidth=0.8)
+    panel.bar(range(R), state + share)
+    panel.axhline(share[0], color="black", linewidth=0.8)
     panel.set(title=title, xlabel="rank", xticks=range(R))
 panels[0].set_ylabel("rows")
 plt.show()
@@ -157,7 +158,7 @@ alone, _ = jax.jit(lambda *a: run_experts(*a, betas=betas, num_experts=E, axis_n
 np.testing.assert_allclose(sums, alone, atol=1e-3, rtol=1e-4)
 print("rows of each home:    ", load)
 print("rows of each rank:    ", computed, "with", replicas, "replicas")
-assert set(np.asarray(computed).tolist()) == {S * k} and (replicas == (placement.replicas >= 0).sum(1)).all()
+assert (computed == share).all() and (replicas == (placement.replicas >= 0).sum(1)).all()
 
 # %%
 plt.figure(figsize=(4, 2.6))

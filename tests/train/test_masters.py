@@ -1,0 +1,194 @@
+"""Owners' updates are those of one device, and what a rank computes, sends and holds is its share."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+from jax.sharding import PartitionSpec as P
+
+from experiments.bench.collectives import collectives
+from k3jax.activations.flops import flops
+from k3jax.optim import newton_schulz_flops
+from k3jax.parallel.boxes import vary
+from k3jax.parallel.owners import loads
+from k3jax.train.devices import abstract_mesh
+from k3jax.train.step import TrainStep
+from meshes import MeshSpec
+
+# Three heads and six experts divide by hardly any number of owners; a latent projection is one matrix a layer.
+MODEL = dataclasses.replace(
+    tiny.MODEL, attn_res_block=None, num_heads=3, num_experts=6, pattern="M", num_layers=3, dense_layers=1
+)
+STEP = dataclasses.replace(tiny.STEP, model=MODEL, seq_len=16, global_batch=16, qk_clip=2e-3)
+STEPS = 5
+
+
+@functools.cache
+def after_steps(mesh: str, zero: int = 0, pattern: str = "M", **changes):
+    """{name: weight} and what the last step logged."""
+    model = dataclasses.replace(MODEL, pattern=pattern, num_layers=3 * len(pattern))
+    step = tiny.train_step(mesh, STEP, model=model, zero=zero, **changes)
+    state, clipped = step.init(), 0
+    for seed in range(STEPS):
+        state, metrics = step.step(state, step.place(tiny.batch(step.config, seed)))
+        clipped += int(metrics["qk_clipped"])
+    return tiny.by_layer(model, step.layout, state.params), metrics, clipped
+
+
+def check_equal_to_one_device(mesh: str, zero: int, pattern: str = "M", **changes):
+    want, expected, clipped = after_steps("data=1", pattern=pattern)
+    got, metrics, also_clipped = after_steps(mesh, zero, pattern, **changes)
+    assert clipped == also_clipped > 0, "some heads are clipped, the same ones everywhere"
+    for name in ("loss", "grad_norm", "max_logit"):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, atol=1e-5, err_msg=name)  # 1.2e-7 seen
+
+
+def test_five_steps_of_owners_equal_one_device():
+    check_equal_to_one_device("data=2,pipe=2,expert=2", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "zero", "pattern"),
+    [
+        ("data=2", 1, "M"),
+        ("data=4", 2, "M"),
+        ("data=8", 1, "M"),
+        ("data=2,expert=2", 2, "KM"),
+        ("data=2,pipe=2,expert=2", 2, "M"),
+        ("pipe=2,expert=2,context=2", 1, "KM"),
+        ("context=2", 2, "M"),
+    ],
+)
+def test_five_steps_of_owners_equal_one_device_on_every_mesh(mesh, zero, pattern):
+    check_equal_to_one_device(mesh, zero, pattern)
+
+
+# ---- what is computed, sent and held ---------------------------------------------------------------------------------
+
+# Numbers of heads, layers and experts that divide by eight owners: nothing is padding.
+EVEN = dataclasses.replace(
+    tiny.MODEL, attn_res_block=None, num_heads=8, num_experts=8, pattern="M", num_layers=8, dense_layers=0,
+    hidden_size=32, q_lora_rank=16, kv_lora_rank=16, latent_size=16, expert_width=16, shared_experts=1,
+)  # fmt: skip
+
+
+def even_step(mesh: str, zero: int, *, abstract: bool = False, **changes) -> TrainStep:
+    config = dataclasses.replace(tiny.STEP, model=EVEN, zero=zero, global_batch=16, microbatches=1, **changes)
+    spec = MeshSpec.parse(mesh)
+    return TrainStep(config, abstract_mesh(spec) if abstract else spec.build(jax.devices()[: spec.num_devices]))
+
+
+def optimizer_half(step: TrainStep):
+    """(contributions to gradients, state, masters) -> (weights to compute with, state, masters), as in the step."""
+    masters, specs = step.masters, jax.tree.map(lambda s: s.spec, step.state_shardings.opt_state)
+    reduce = jax.shard_map(
+        lambda grads: masters.reduce_local(vary(grads)),
+        mesh=step.mesh,
+        in_specs=(masters.param_specs,),
+        out_specs=masters.specs,
+    )
+
+    def half(grads, state, held):
+        updates, state = masters.update(step.optimizer, reduce(grads), state, specs, held, {})
+        held = optax.apply_updates(held, updates)
+        return masters.params(held), state, held
+
+    shapes, state = jax.eval_shape(step.init_params), step.state_shapes
+    return half, (shapes, state.opt_state, state.master if masters.owners else state.params)
+
+
+def matrices(step: TrainStep) -> list:
+    """`Owners` of the leaves on Muon."""
+    return [o for o in jax.tree.leaves(step.masters.owners) if o.unit_dims]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_orthogonalising_is_shared_out(replicas):
+    """Operations of the traced update, on one device and on one of its owners: 1/D of it; no padding, so no more."""
+    whole, shared = even_step("data=1", 0, abstract=True), even_step(f"data={replicas}", 1, abstract=True)
+    count = lambda step: flops(jax.make_jaxpr(optimizer_half(step)[0])(*optimizer_half(step)[1]).jaxpr)
+    assert count(shared) * replicas == pytest.approx(count(whole), rel=0.05)
+    owners = matrices(shared)
+    costs = [newton_schulz_flops(*o.unit) for o in owners]
+    assert loads(owners, costs).max() * replicas == pytest.approx(loads(owners, costs).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,expert=2,context=2"])
+def test_bytes_that_travel_are_twice_those_of_the_weights(mesh):
+    """Gradients go straight to owners and weights come back, leaf by leaf: no all-reduce, nothing as large as all."""
+    step = even_step(mesh, 1)
+    half, inputs = optimizer_half(step)
+    found = collectives(jax.jit(half).lower(*inputs).compile())
+    assert {c.kind for c in found} == {"reduce-scatter", "all-gather"}, found
+    leaves = jax.tree.leaves(step.masters.owners)
+    sizes = [4 * o.padded for o in leaves]
+    share = {  # a rank sends (D − 1) / D of what goes into a reduce-scatter or comes out of an all-gather
+        "reduce-scatter": lambda c: c.result_bytes * (owners_of(c) - 1),
+        "all-gather": lambda c: c.result_bytes * (1 - 1 / owners_of(c)),
+    }
+    counts = {o.owners for o in leaves}
+    owners_of = lambda c: max(counts)  # an upper bound where experts have fewer owners
+    sent = sum(share[c.kind](c) for c in found)
+    assert sent <= 2.1 * sum(4 * o.elements for o in leaves)
+    assert max(c.result_bytes for c in found) <= max(sizes) < sum(sizes) / 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas):
+    """bfloat16 weight, and float32 master weight and momentum of what a rank owns."""
+    step = even_step(f"data={replicas}", 1, abstract=True, dtype="bfloat16")
+    state, lie = step.state_shapes, step.state_shardings
+    groups = jax.tree.leaves(step.masters.groups, is_leaf=lambda x: hasattr(x, "matrix_axes"))
+    muon = state.opt_state[0][0].inner_states["muon"].inner_state
+    momentum = lie.opt_state[0][0].inner_states["muon"].inner_state.mu
+    held, elements = 0, 0
+    trees = (state.params, lie.params), (state.master, lie.master)
+    for shapes, shardings in trees:
+        for a, s, group in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), groups, strict=True):
+            if group.optimizer == "muon":
+                held += a.dtype.itemsize * int(np.prod(s.shard_shape(a.shape)))
+    for a, s in zip(jax.tree.leaves(muon.mu), jax.tree.leaves(momentum), strict=True):
+        held += a.dtype.itemsize * int(np.prod(s.shard_shape(a.shape)))
+    for a, group in zip(jax.tree.leaves(state.params), groups, strict=True):
+        elements += a.size * (group.optimizer == "muon")
+    # The router is computed with in float32.
+    assert held / elements == pytest.approx(2 + 8 / replicas, rel=0.05)
+
+
+def test_messages_run_beside_the_iteration_on_gpus(absent_gpus):
+    """Compiled for GPUs: between the start of an all-gather and its end stand products of Newton–Schulz."""
+    from experiments.bench.moe_overlap import messages
+
+    model = dataclasses.replace(EVEN, hidden_size=256, q_lora_rank=128, kv_lora_rank=128, latent_size=128)
+    config = dataclasses.replace(tiny.STEP, model=model, zero=1, global_batch=16, microbatches=1)
+    step = TrainStep(config, MeshSpec(data=8).build(absent_gpus))
+    half, inputs = optimizer_half(step)
+    found = messages(step.jit(half).lower(*inputs).compile().as_text())
+    beside = [m for m in found if m.asynchronous and m.beside.keys() - {"other"}]
+    assert beside, found
+
+
+def test_the_contributions_of_ranks_are_summed_whatever_owns_them():
+    """Only the sum over replicas may be orthogonalised: that of each contribution differs by tens of percent."""
+    step = even_step("data=4", 1)
+    masters = step.masters
+    grads = jax.tree.map(
+        lambda a: jax.random.normal(jax.random.key(a.size), (4, *a.shape)), jax.eval_shape(step.init_params)
+    )
+
+    def local(grads):
+        return masters.reduce_local(jax.tree.map(lambda g: vary(g[0]), grads))
+
+    reduce = jax.shard_map(local, mesh=step.mesh, in_specs=(P("data"),), out_specs=masters.specs)
+    summed = jax.jit(lambda g: masters.gather(reduce(g)))(grads)
+    jax.tree.map(lambda got, g: np.testing.assert_allclose(got, g.sum(0), atol=1e-5), summed, grads)

@@ -26,7 +26,7 @@ def test_metrics_have_a_line_a_step_with_all_fields(unbroken):
     assert all(set(fields.split()) <= set(line) for line in lines)
     assert {(line["moe_rows_max_over_mean"], line["moe_dropped"]) for line in lines} == {(1.0, 0)}
     assert all(line["moe_max_vio"] > 0 for line in lines)
-    assert all(0 < line["max_logit"] < 100 for line in lines), "of MLA's heads, near uniform at first"
+    assert {line["max_logit"] for line in lines} == {None}, "no layer of this model is MLA"
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
     assert {line["tokens"] for line in lines} == {8 * 24} and {line["skipped"] for line in lines} == {0}
     assert all(line["tokens_per_second"] > 0 for line in lines)

@@ -40,16 +40,17 @@ def plain_gradients():
 
 
 @functools.cache
-def trained(mesh: str, virtual: int = 1, steps: int = 5) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of the first steps."""
+def trained(mesh: str, virtual: int = 1, steps: int = 5) -> tuple[list[float], list[float], list[float]]:
+    """Losses, gradient norms and largest logits of the first steps."""
     step = tiny.train_step(mesh, virtual=virtual)
-    state, losses, norms = step.init(), [], []
+    state, losses, norms, logits = step.init(), [], [], []
     for i in range(steps):
         state, metrics = step.step(state, step.place(tiny.batch(tiny.STEP, seed=i)))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        logits.append(float(metrics["max_logit"]))
     assert int(state.step) == steps and int(state.skipped) == 0
-    return losses, norms
+    return losses, norms, logits
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -89,11 +90,12 @@ def test_five_steps_equal_one_device_on_every_mesh(mesh, virtual):
 
 
 def check_parity(mesh: str, virtual: int):
-    losses, norms = trained(mesh, virtual)
-    want_losses, want_norms = trained("data=1")
+    losses, norms, logits = trained(mesh, virtual)
+    want_losses, want_norms, want_logits = trained("data=1")
     # Rounding differs with the order of sums, and five optimizer steps amplify it: 2e-5 is the promise.
     np.testing.assert_allclose(losses, want_losses, rtol=2e-5)
     np.testing.assert_allclose(norms, want_norms, rtol=2e-5)
+    np.testing.assert_allclose(logits, want_logits, rtol=2e-5)
     assert want_losses[-1] != want_losses[0]
 
 

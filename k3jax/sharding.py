@@ -6,6 +6,7 @@ and head over pipe; everything else is replicated.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from k3jax import model
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Placement, placements
-from k3jax.optim import newton_schulz_flops
-from k3jax.parallel.owners import Owners, balanced, replica_axes
+from k3jax.optim import Group
+from k3jax.parallel.owners import Owners, replica_axes
 
 
 def param_specs(config: ModelConfig) -> dict[str, Any]:
@@ -49,23 +50,19 @@ def reduce_gradients(grads: Any, specs: Any) -> Any:
 
 
 def owners_of(shapes: dict[str, Any], specs: dict[str, Any], groups: Any, sizes: dict[str, int]) -> dict[str, Any]:
-    """Who owns which part of every parameter, a tree like them; stacks keep dims of stage and chunk.
+    """Who owns which elements of every parameter, a tree like them. groups: a tree of `Group`.
 
-    groups: a tree of `Group`. Matrices of Muon stay whole; few and large ones are spread over the devices by what their
-    orthogonalisation costs.
+    Each matrix of Muon is shared out by itself, and so is each layer's array of other parameters.
     """
-    own = lambda part: (
-        lambda a, spec, group: Owners(
-            spec, a.shape, sizes, kept=2 if part == "chunks" else 0, unit_dims=len(group.matrix_axes)
-        )
-    )
-    tree = {part: jax.tree.map(own(part), leaves, specs[part], groups[part]) for part, leaves in shapes.items()}
-    leaves, structure = jax.tree.flatten(tree)
-    matrices = [i for i, owners in enumerate(leaves) if owners.unit_dims]
-    spread = balanced([leaves[i] for i in matrices], [newton_schulz_flops(*leaves[i].unit) for i in matrices])
-    for i, owners in zip(matrices, spread, strict=True):
-        leaves[i] = owners
-    return jax.tree.unflatten(structure, leaves)
+
+    def own(part: str, a: Any, spec: P, group: Group) -> Owners:
+        if group.matrix_axes not in ((), (-2, -1)):
+            raise ValueError(f"matrices of {a.shape} lie in axes {group.matrix_axes}: owners take the last two")
+        stacked = {"chunks": 3, "dense": 1}.get(part, 0)
+        return Owners(spec, a.shape, sizes, len(a.shape) - 2 if group.matrix_axes else stacked)
+
+    of = lambda part: functools.partial(own, part)
+    return {part: jax.tree.map(of(part), tree, specs[part], groups[part]) for part, tree in shapes.items()}
 
 
 def check_divisible(config: ModelConfig, sizes: dict[str, int]) -> None:

@@ -31,8 +31,8 @@ class Toy:
     zero: int
     leaves: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: LEAVES)
     devices: list | None = None
-    matrices: tuple[str, ...] = ()
-    """Leaves whose last dims are a unit that has one owner; the others are dealt by elements."""
+    kept: int = 2
+    """Dims of a leaf that are not shared out."""
 
     @property
     def spec(self) -> MeshSpec:
@@ -52,8 +52,7 @@ class Toy:
     def owners(self) -> dict[str, Owners]:
         spec = lambda shape: P("pipe", None, *[None] * len(shape))
         stacked = lambda shape: (self.spec.pipe, self.virtual, *shape)
-        units = {n: len(s) if n in self.matrices else 0 for n, s in self.leaves.items()}
-        return {n: Owners(spec(s), stacked(s), self.spec.sizes, 2, units[n]) for n, s in self.leaves.items()}
+        return {n: Owners(spec(s), stacked(s), self.spec.sizes, self.kept) for n, s in self.leaves.items()}
 
     def problem(self, seed: int = 0):
         """params, inputs [M, ranks, width], and each microbatch's factor [M]."""

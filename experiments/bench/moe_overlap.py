@@ -82,7 +82,10 @@ class Operation(NamedTuple):
     @property
     def called(self) -> list[str]:
         """Names of computations."""
-        lists = re.findall(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", self.rest)
+        lists = re.findall(
+            r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)",
+            self.rest,
+        )
         return re.findall(r"[\w.\-]+", " ".join(lists))
 
     @property

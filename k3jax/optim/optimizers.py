@@ -5,7 +5,7 @@ Weight decay goes by group. State and updates are per leaf: nothing here looks a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ def muon(
     ns_steps: int = 5,
     mu_dtype: jax.typing.DTypeLike | None = None,
     groups: Any = None,
+    orthogonalizer: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Muon on matrices and AdamW on all other leaves, with one learning rate: `muon_with_adamw` as K3 uses it.
 
@@ -37,9 +38,11 @@ def muon(
       ns_steps: Newton–Schulz iterations.
       mu_dtype: dtype of the stored momentum; see `scale_by_muon`.
       groups: a tree of `Group` like the parameters; None: `parameter_groups`.
+      orthogonalizer: for matrices that are not whole on this device, see `scale_by_muon`.
 
     Returns:
-      A `GradientTransformation`; the gradients it takes must be whole matrices, reduced over all replicas.
+      A `GradientTransformation`; the gradients it takes must be reduced over all replicas, and whole matrices unless there
+      is an `orthogonalizer`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -66,6 +69,7 @@ def muon(
         ns_steps=ns_steps,
         mu_dtype=mu_dtype,
         groups=groups,
+        orthogonalizer=orthogonalizer,
     )
 
 
@@ -83,6 +87,7 @@ def muon_with_adamw(
     weight_decay: float = 0.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
     groups: Any = None,
+    orthogonalizer: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Muon on matrices and AdamW on all other leaves, each with its own settings.
 
@@ -100,9 +105,11 @@ def muon_with_adamw(
       mu_dtype: dtype of the stored average of gradients, of both; None: the parameter's. See `scale_by_muon`.
       groups: a tree of `Group` like the parameters; None: `parameter_groups`. Leaves may have dims in front that the
         parameters had not, as long as their paths are the same.
+      orthogonalizer: for matrices that are not whole on this device, see `scale_by_muon`.
 
     Returns:
-      A `GradientTransformation`; the gradients it takes must be whole matrices, reduced over all replicas.
+      A `GradientTransformation`; the gradients it takes must be reduced over all replicas, and whole matrices unless there
+      is an `orthogonalizer`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -121,6 +128,7 @@ def muon_with_adamw(
         ns_steps=ns_steps,
         mu_dtype=mu_dtype,
         groups=groups,
+        orthogonalizer=orthogonalizer,
     )
     others = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
     rate = optax.scale_by_learning_rate(learning_rate)

@@ -8,6 +8,7 @@ m rows, n columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ def scale_by_muon(
     ns_steps: int = 5,
     mu_dtype: jax.typing.DTypeLike | None = None,
     groups: Any = None,
+    orthogonalizer: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Orthogonalised momentum of leaves that are stacks of matrices.
 
@@ -53,6 +55,8 @@ def scale_by_muon(
         the same; updates of varying gradients by 1 %, a cosine of 0.9999.
       groups: a tree of `Group` with the paths of the leaves, whose `matrix_axes` say where the matrices lie; None: the
         last two axes.
+      orthogonalizer: makes every matrix of a tree of momenta `directed`, where they are not whole on this device; None:
+        they are.
 
     Returns:
       A `GradientTransformation`. Updates have the gradient's dtype; the arithmetic is at least float32, products of
@@ -84,14 +88,16 @@ def scale_by_muon(
         # it lacks beside the newest gradient. Divided by (1 − momentum^t), this is the rule of optax.
         lacks = (1 - momentum**count) / (1 - momentum ** optax.safe_increment(count))
 
-        def direction(path, m, g):
-            ahead = average(jnp.asarray(lacks, m.dtype) * m, g) if nesterov else m
-            at = axes.get(path, MATRIX_AXES)
-            x = jnp.moveaxis(ahead.astype(g.dtype), at, MATRIX_AXES)
-            x = consistent_rms * max(x.shape[-2:]) ** 0.5 * orthogonalize(x, ns_steps)
-            return jnp.moveaxis(x, MATRIX_AXES, at)
+        def ahead(m, g):
+            return (average(jnp.asarray(lacks, m.dtype) * m, g) if nesterov else m).astype(g.dtype)
 
-        directions = jax.tree_util.tree_map_with_path(direction, mu, updates)
+        def whole(path, m):
+            at = axes.get(path, MATRIX_AXES)
+            return jnp.moveaxis(directed(jnp.moveaxis(m, at, MATRIX_AXES), ns_steps), MATRIX_AXES, at)
+
+        momenta = jax.tree.map(ahead, mu, updates)
+        directions = orthogonalizer(momenta) if orthogonalizer else jax.tree_util.tree_map_with_path(whole, momenta)
+        directions = jax.tree.map(lambda x: consistent_rms * x, directions)
         return directions, MuonState(count, jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu))
 
     return optax.GradientTransformation(init, update)
@@ -101,6 +107,11 @@ def axes_by_path(groups: Any) -> dict[tuple[Any, ...], tuple[int, ...]]:
     """Where each leaf's matrices lie. By path, because inside `optax.partition` trees lack the leaves of others."""
     leaves = jax.tree_util.tree_leaves_with_path(groups, is_leaf=is_group)
     return {path: group.matrix_axes or MATRIX_AXES for path, group in leaves}
+
+
+def directed(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array, "*batch m n"]:
+    """Each matrix orthogonalised, times √max(m, n): all elements have a root mean square of about one."""
+    return max(x.shape[-2:]) ** 0.5 * orthogonalize(x, steps)
 
 
 def orthogonalize(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array, "*batch m n"]:

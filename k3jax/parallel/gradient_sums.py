@@ -37,7 +37,7 @@ class ShardedSums:
 
     `owners`: `k3jax.parallel.owners.Owners` of each leaf of the chunks. All members of a group of replicas are on one stage,
     so a flush may stand in a rank-dependent branch; there it costs nothing in ticks without one. `finish` gives
-    [V, slots, unit]. K3 report, pre-training: Pipeline ZeRO-2; the plan is `k3jax.parallel.zero`.
+    [V, …, owned]. K3 report, pre-training: Pipeline ZeRO-2; the plan is `k3jax.parallel.zero`.
     """
 
     def __init__(self, schedule: Schedule, owners: Tree):
@@ -46,8 +46,9 @@ class ShardedSums:
 
     def empty(self, chunks: Tree) -> Tree:
         of_shape = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-        whole = jax.tree.map(lambda o: of_shape(o.owners * o.slots, *o.local_unit), self.owners)
-        shard = jax.tree.map(lambda o: of_shape(o.slots, *o.unit), self.owners)
+        inner = lambda o: o.local[2 : o.kept]  # of stage and chunk, one at a time
+        whole = jax.tree.map(lambda o: of_shape(*inner(o), o.padded), self.owners)
+        shard = jax.tree.map(lambda o: of_shape(*inner(o), o.owned), self.owners)
         virtual = jax.tree.leaves(chunks)[0].shape[0]
         return {
             "buffers": empty(whole, self.plan.num_buffers),
@@ -62,8 +63,8 @@ class ShardedSums:
             flush = lambda shards, _: (self._flush(buffers, shards, source, *target), 1 - source)
             keep = lambda *unchanged: unchanged
             shards, index = jax.lax.cond(source >= 0, flush, keep, shards, index)
-        units = jax.tree.map(lambda o, d: o.units_of(d.astype(jnp.float32)), self.owners, part)
-        return {"buffers": add_at(buffers, index, units, fresh=row["starts"][stage]), "shards": shards}
+        elements = jax.tree.map(lambda o, d: o.flat(d.astype(jnp.float32)), self.owners, part)
+        return {"buffers": add_at(buffers, index, elements, fresh=row["starts"][stage]), "shards": shards}
 
     def finish(self, sums: Tree, stage: jax.Array) -> Tree:
         shards = sums["shards"]
@@ -76,7 +77,9 @@ class ShardedSums:
 
         Memory that nobody has written holds anything on a GPU: the first flush of a chunk stores, later ones add.
         """
-        parts = jax.tree.map(lambda o, units: o.scatter_units(units), self.owners, take(buffers, jnp.int32(buffer)))
+        parts = jax.tree.map(
+            lambda o, elements: o.scatter_flat(elements), self.owners, take(buffers, jnp.int32(buffer))
+        )
         before = jax.device_put(take(shards, chunk), jax.memory.Space.Device)
         after = jax.tree.map(lambda a, d: jnp.where(first > 0, d, a + d), before, parts)
         return vary(replace(shards, jax.device_put(after, jax.memory.Space.Host), chunk))

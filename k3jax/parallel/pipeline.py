@@ -100,7 +100,7 @@ def run(
 
     cotangent: of each token's loss (1 / number of targets). policy: where named activations wait for backward. Gradients are
     this rank's own contributions: reduce them over the axes on which a parameter is replicated. owners: of each leaf
-    of the chunks; given, the gradients of chunks are reduced already, each replica has those that it owns ([V, slots, unit],
+    of the chunks; given, the gradients of chunks are reduced already, each replica has those that it owns ([V, …, owned],
     see `ShardedSums`).
     """
     stages, stage = schedule.stages, lax.axis_index("pipe")

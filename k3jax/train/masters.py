@@ -9,6 +9,7 @@ S stages, V virtual chunks, J groups, H heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from k3jax import model as lm
 from k3jax import optim
-from k3jax.configs import MLA
 from k3jax.layers.mla import qk_powers
+from k3jax.optim.groups import path_name
+from k3jax.optim.orthogonal import directed
+from k3jax.parallel.matrices import Deal, deals
+from k3jax.parallel.owners import Owners
 from k3jax.sharding import owners_of, param_specs, reduce_gradients
 from k3jax.train.config import StepConfig
 
@@ -65,26 +70,63 @@ class Masters:
         self, optimizer: optax.GradientTransformation, grads: Tree, state: Tree, state_specs: Tree, masters: Tree,
         max_logits: dict[str, jax.Array],
     ) -> tuple[Tree, Tree]:  # fmt: skip
-        """The optimizer's updates and next state. Each owner works on what it owns; nothing is communicated.
+        """The optimizer's updates and next state, and QK-clip. Each rank works on what it owns, and on the matrices dealt to it.
 
-        max_logits: of the heads of MLA slots, {p: [S, V, J, H]}, for QK-clip.
+        max_logits: of the heads of MLA slots, {p: [S, V, J, H]}.
         """
-        by_weight = {
-            "chunks": {p: {"attn": dict.fromkeys(qk_powers(self.config.model), top)} for p, top in max_logits.items()}
-        }
-        update = optax.with_extra_args_support(optimizer).update
-        if not self.owners:
-            return update(grads, state, masters, max_logits=by_weight)
-        owners = self.owners
 
         def local(grads, state, masters, max_logits):
-            of_owner = lambda path, top: at(owners, path).of_units.own(top)
-            tops = jax.tree_util.tree_map_with_path(of_owner, max_logits)
-            return update(grads, state, masters, max_logits=tops)
+            updates, state = optimizer.update(grads, state, masters)
+            return self._clip_local(updates, masters, max_logits), state
 
-        in_specs = self.specs, state_specs, self.specs, P("pipe")
-        shard_mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=(self.specs, state_specs))
-        return shard_mapped(grads, state, masters, by_weight)
+        if not self.owners:
+            return local(grads, state, masters, max_logits)
+        specs = self.specs, state_specs, self.specs, P("pipe")
+        on_owners = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[:2])
+        return on_owners(grads, state, masters, max_logits)
+
+    def _clip_local(self, updates: Tree, masters: Tree, max_logits: dict[str, jax.Array]) -> Tree:
+        """Updates after which the logits that were measured are at most `qk_clip`."""
+        for p, top in max_logits.items():
+            powers: dict[str, Any] = qk_powers(self.config.model)
+            weights = masters["chunks"][p]["attn"]
+            changed = updates["chunks"][p]["attn"]
+            if self.owners:  # a slice of a matrix is clipped like one of a single row
+                owners = self.owners["chunks"][p]["attn"]
+                powers = {name: self._own_power(owners[name], power) for name, power in powers.items()}
+                weights, changed = ({name: tree[name][..., None, :] for name in powers} for tree in (weights, changed))
+            clip = optim.qk_clip(self.config.qk_clip, powers=powers)
+            tops = dict.fromkeys(powers, top)
+            clipped: Any = clip.update(changed, clip.init(weights), weights, max_logits=tops)[0]
+            of_slot = updates["chunks"][p]["attn"]
+            of_slot |= {name: clipped[name].reshape(of_slot[name].shape) for name in powers}
+        return updates
+
+    def _own_power(self, owners: Owners, power: ArrayLike) -> jax.Array:
+        """`qk_powers` of the elements of a weight that this rank owns."""
+        return owners.own_flat(owners.flat(jnp.broadcast_to(jnp.asarray(power), owners.shape[-2:])))
+
+    @property
+    def orthogonalizer(self) -> Callable[[Tree], Tree] | None:
+        """For `optim.muon`, where matrices are shared out."""
+        return self._orthogonalize_local if self.owners else None
+
+    def _orthogonalize_local(self, momenta: Tree) -> Tree:
+        """Every matrix `directed` by the rank that it is dealt to."""
+        paths, tree = jax.tree_util.tree_flatten_with_path(momenta)
+        slices = {path_name(path): x for path, x in paths}
+        for names, deal in self.deals.items():
+            rows = [slices[name].reshape(-1, slices[name].shape[-1]) for name in names]
+            for name, made in zip(names, deal.run(directed, rows), strict=True):
+                slices[name] = made.reshape(slices[name].shape)
+        return tree.unflatten(slices.values())
+
+    @functools.cached_property
+    def deals(self) -> dict[tuple[str, ...], Deal]:
+        """Which rank orthogonalises which matrices, by the names of parameters; none without owners."""
+        groups = jax.tree.leaves(self.groups, is_leaf=lambda x: isinstance(x, optim.Group))
+        owners = jax.tree_util.tree_leaves_with_path(self.owners)
+        return deals({path_name(path): o for (path, o), g in zip(owners, groups, strict=True) if g.matrix_axes})
 
     # ---- between whole parameters and their owners ----------------------------------------------------------------------
 
@@ -120,17 +162,13 @@ def groups_of(config: StepConfig, params: Tree) -> Tree:
     return jax.tree.map(lambda group: optim.Group("adamw", group.decay), groups, is_leaf=is_group)
 
 
-def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, groups: Tree) -> optax.GradientTransformation:
-    """The configured optimizer, and QK-clip where the model has attention with logits to clip."""
-    factory = {"muon": optim.muon, "adamw": optim.adamw}[config.optimizer]
-    optimizer = factory(learning_rate, weight_decay=config.weight_decay, groups=groups)
-    if MLA not in config.model.pattern:
-        return optimizer
-    return optax.chain(optimizer, optim.qk_clip(config.qk_clip, powers=qk_powers(config.model)))
-
-
-def at(tree: Tree, path: tuple[Any, ...]) -> Any:
-    """The subtree of nested dicts at a path of keys."""
-    for key in path:
-        tree = tree[key.key]
-    return tree
+def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, masters: Masters) -> optax.GradientTransformation:
+    """The configured optimizer of master weights that lie like `masters` says."""
+    if config.optimizer == "adamw":
+        return optim.adamw(learning_rate, weight_decay=config.weight_decay, groups=masters.groups)
+    return optim.muon(
+        learning_rate,
+        weight_decay=config.weight_decay,
+        groups=masters.groups,
+        orthogonalizer=masters.orthogonalizer,
+    )

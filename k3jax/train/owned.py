@@ -1,10 +1,11 @@
 """What a checkpoint knows of an array that lies in pieces with its owners: where the values of each layer are in it.
 
-Such an array is a record as it is. Which of its units are whose layer's is a matter of counting; see `parallel.owners`.
+Such an array is a record as it is; see `parallel.owners`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,29 +18,30 @@ Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 
 
 class OwnedPlace(NamedTuple):
-    """Where a named array is in an owners' array, [kept dims, parts of batch dims, owners x slots, unit]."""
+    """Where a named array is in an owners' array: [stacked dims, batch dims, shards of the other dims, elements]."""
 
     record: str
     dtype: str
     shape: tuple[int, ...]
     at: tuple[int, ...]
-    """Index of the kept dims."""
-    units: tuple[int, int]
-    """From which to before which."""
-    parts: tuple[int, ...]
-    """Dims of the named array that are divided among parts."""
+    """Index of the stacked dims."""
+    batch: int
+    """How many of the array's own dims are dims of the record."""
+    shards: tuple[int, ...]
+    """Which of its other dims are divided into shards."""
 
     def take(self, record: Any) -> np.ndarray:
         """The array out of its record. Anything that is sliced like an array will do, and is sliced once."""
-        every = (slice(None),) * len(self.parts)
-        held = np.asarray(record[(*self.at, *every, slice(*self.units))])
-        counts = held.shape[: len(self.parts)]
-        local = list(self.shape)
-        for dim, count in zip(self.parts, counts, strict=True):
-            local[dim] //= count
-        apart, order = held.reshape((*counts, *local)), [i + len(counts) for i in range(len(local))]
-        for part, dim in enumerate(self.parts):  # what a dim was divided into goes in front of its rest
-            order.insert(order.index(dim + len(counts)), part)
+        held = np.asarray(record[self.at])
+        counts = held.shape[self.batch : -1]
+        local = list(self.shape[self.batch :])
+        for dim, count in zip(self.shards, counts, strict=True):
+            local[dim - self.batch] //= count
+        apart = held[..., : math.prod(local)].reshape((*held.shape[:-1], *local))
+        first = self.batch + len(counts)
+        order = [*range(self.batch), *(first + i for i in range(len(local)))]
+        for i, dim in enumerate(self.shards):  # what a dim was divided into goes in front of its rest
+            order.insert(order.index(first + dim - self.batch), self.batch + i)
         return apart.transpose(order).reshape(self.shape)
 
 
@@ -52,7 +54,7 @@ class OwnedLeaf(NamedTuple):
     name: str
     """Of its arrays, with {} for the layer; of a leaf that is not of layers, all there is."""
     layers: np.ndarray | None
-    """Layer of each of [kept dims, stacked dim], -1 for none that is stored; None if it is not of layers."""
+    """Layer of each place of the stacked dims, -1 for none that is stored; None if it is not of layers."""
     owners: Owners
     dtype: str
 
@@ -68,55 +70,45 @@ class OwnedLeaf(NamedTuple):
 
     def places(self) -> Iterator[tuple[str, OwnedPlace]]:
         """Of every named array."""
-        parts = tuple(dim - self.stacked for dim in self.owners.batch_parts)
-        for layer, at, units in self._units():
-            yield self._named(layer), OwnedPlace(self.record, self.dtype, self.shape, at, units, parts)
+        batch, shards = self.owners.kept - self.stacked, tuple(dim - self.stacked for dim in self.owners.shards)
+        for name, at in self._arrays():
+            yield name, OwnedPlace(self.record, self.dtype, self.shape, at, batch, shards)
 
     def part(self, read: Read) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """What a device holds of the record, by its index, of arrays that `read` gives part by part.
 
-        The units of one stage and one part of the batch dims are in host memory at a time.
+        The elements of all owners of one device's part of the parameter are in host memory at a time.
         """
         made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
         def of_device(index: tuple[slice, ...]) -> np.ndarray:
-            owners = self.owners
-            dim = owners.kept + len(owners.batch_parts)
-            before = tuple((at.start, at.stop) for at in index[:dim])
-            if before not in made:
+            *before, elements = index
+            key = tuple((at.start, at.stop) for at in before)
+            if key not in made:
                 made.clear()
-                made[before] = self._stack(read, index[:dim])
-            return made[before][(slice(None),) * dim + (index[dim],)]
+                made[key] = self._stack(read, before)
+            return made[key][..., elements]
 
         return of_device
 
-    def _stack(self, read: Read, index: tuple[slice, ...]) -> np.ndarray:
+    def _stack(self, read: Read, index: list[slice]) -> np.ndarray:
         owners = self.owners
-        sizes = [at.stop - at.start for at in index]
-        result = np.zeros((*sizes, owners.owners * owners.slots, *owners.unit), self.dtype)
-        wanted = [slice(0, size) for size in self.shape]
-        for dim, part in zip(owners.batch_parts, index[owners.kept :], strict=True):
-            size = owners.local[dim - owners.kept]
-            wanted[dim - self.stacked] = slice(part.start * size, part.stop * size)
-        for layer, at, (start, stop) in self._units():
-            here = [i - span.start for i, span in zip(at, index, strict=False)]
+        result = np.zeros((*(at.stop - at.start for at in index), owners.padded), self.dtype)
+        wanted = index[self.stacked : owners.kept] + [slice(0, size) for size in owners.shape[owners.kept :]]
+        for dim, shard in zip(owners.shards, index[owners.kept :], strict=True):
+            size = owners.local[dim]
+            wanted[dim - self.stacked] = slice(shard.start * size, shard.stop * size)
+        for name, at in self._arrays():
             if all(span.start <= i < span.stop for i, span in zip(at, index, strict=False)):
-                values = read(self._named(layer), tuple(wanted))
-                ones = (0,) * len(owners.batch_parts)
-                result[(*here, *ones, slice(start, stop))] = values.reshape(stop - start, *owners.unit)
+                here = tuple(i - span.start for i, span in zip(at, index, strict=False))
+                values = read(name, tuple(wanted))
+                result[here][..., : owners.elements] = values.reshape(*result[here].shape[:-1], owners.elements)
         return result
 
-    def _units(self) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, int]]]:
-        """(layer, index of the kept dims, units) of every named array."""
-        owners = self.owners
-        first = owners.first * owners.slots
+    def _arrays(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, index of the stacked dims) of every named array."""
         if self.layers is None:
-            yield None, (), (first, first + owners.units)
+            yield self.name, ()
             return
-        each = owners.units // self.layers.shape[-1]
-        for *at, i in np.argwhere(self.layers >= 0).tolist():
-            start = first + i * each
-            yield int(self.layers[(*at, i)]), tuple(at), (start, start + each)
-
-    def _named(self, layer: int | None) -> str:
-        return self.name if layer is None else self.name.format(layer)
+        for at in map(tuple, np.argwhere(self.layers >= 0).tolist()):
+            yield self.name.format(self.layers[at]), at

@@ -106,7 +106,7 @@ def _gradients(step: TrainStep) -> Rows:
         said = f"{in_bytes(whole)} in the pipeline; then {in_bytes(master)} on each owner"
     else:
         buffers = f"{in_bytes(buffer_bytes(step))} in {min(BUFFERS, config.virtual)} chunk buffers"
-        shards = 4 * config.virtual * sum(o.owned for o in jax.tree.leaves(step.masters.owners["chunks"]))
+        shards = 4 * config.virtual * sum(o.of_chunk(o.owned) for o in jax.tree.leaves(step.masters.owners["chunks"]))
         said = f"{buffers}, {in_bytes(shards)} of shards in host memory; then {in_bytes(master)} on each owner"
     dense, experts = (
         math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context"))
@@ -145,7 +145,11 @@ def buffer_bytes(step: TrainStep) -> int:
     """Of a rank's buffers for the gradients of chunks; 0 where those are whole."""
     if not step.masters.owners or step.config.zero < 2:
         return 0
-    return 4 * min(BUFFERS, step.config.virtual) * sum(o.padded for o in jax.tree.leaves(step.masters.owners["chunks"]))
+    return (
+        4
+        * min(BUFFERS, step.config.virtual)
+        * sum(o.of_chunk(o.padded) for o in jax.tree.leaves(step.masters.owners["chunks"]))
+    )
 
 
 def bytes_per_rank(shapes: Any, shardings: Any) -> int:

@@ -97,7 +97,7 @@ class TrainStep:
         self.learning_rate = learning_rate_schedule(config)
         self.masters = Masters(config, mesh, jax.eval_shape(self.init_params))
         self.specs = self.masters.param_specs
-        self.optimizer = make_optimizer(config, self.learning_rate, self.masters.groups)
+        self.optimizer = make_optimizer(config, self.learning_rate, self.masters)
         self.state_shapes = jax.eval_shape(self._init)
         self.state_shardings = self._shardings(self.state_shapes)
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]

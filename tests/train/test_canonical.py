@@ -204,8 +204,9 @@ class OwnedCase(Case):
         matrices = {"gate", "expert_up", "expert_down", "up"}  # the rest, dense "down" among them, lies by elements
 
         def own(path, a, spec):
-            name, part = path[-1].key, path[0].key
-            return Owners(spec, a.shape, dict(self.mesh.shape), 2 * (part == "chunks"), 2 * (name in matrices))
+            stacked = {"chunks": 3, "dense": 1, "embed": 0}[path[0].key]
+            kept = a.ndim - 2 if path[-1].key in matrices else stacked
+            return Owners(spec, a.shape, dict(self.mesh.shape), kept)
 
         self.owners = jax.tree_util.tree_map_with_path(own, self.shapes.params, specs)
         self.whole = self.shapes, self.shardings

@@ -110,7 +110,10 @@ def test_plan_says_what_gradients_take():
     assert said[1]["gradients"] == f"{weights} in the pipeline; then {own} on each owner"
     assert said[1]["bytes per parameter"].startswith("8 on the device with 4 replicas")  # 2 + 4 + 8 / 4
     owners = jax.tree.leaves(step.masters.owners["chunks"])
-    buffers, shards = (in_bytes(4 * sum(n(o) for o in owners)) for n in (lambda o: 2 * o.padded, lambda o: 4 * o.owned))
+    buffers, shards = (
+        in_bytes(4 * sum(n(o) for o in owners))
+        for n in (lambda o: o.of_chunk(2 * o.padded), lambda o: o.of_chunk(4 * o.owned))
+    )
     held = f"{buffers} in 2 chunk buffers, {shards} of shards in host memory"
     assert said[2]["gradients"] == f"{held}; then {own} on each owner"
     # 2 of the weight, two of four float32 buffers, and a quarter of master weight and momentum.

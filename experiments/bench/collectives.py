@@ -20,8 +20,8 @@ class Collective(NamedTuple):
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     """Every collective of the program, in the order of its text. One in a loop counts once."""
-    found = re.findall(rf"= \(?((?:{ITEM}[^=]*?)+) ({KINDS})(?:-start)?\(", compiled.as_text() or "")
-    return [Collective(match[-1], sum(bytes_of(*item) for item in re.findall(ITEM, match[0]))) for match in found]
+    found = re.findall(rf"^[^=\n]*= (.*?) ({KINDS})(?:-start)?\(", compiled.as_text() or "", re.MULTILINE)
+    return [Collective(kind, sum(bytes_of(*item) for item in re.findall(ITEM, result))) for result, kind in found]
 
 
 def bytes_of(dtype: str, dims: str) -> int:

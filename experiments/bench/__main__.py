@@ -12,6 +12,7 @@ BENCHMARKS = {
     "kda_gpu": "the same by Hopper kernels: right or wrong, times, roofline, ratios to XLA and FLA",
     "moe": "experts over ranks under skewed routings: rows, drops, bytes, ratios to exchanges without a plan",
     "moe_overlap": "an expert layer compiled for absent GPUs: what can run while its rows travel",
+    "muon": "an optimizer step: Muon beside optax's and AdamW, time, matrix products, bytes of state and messages",
     "hf": "a training step of a small Kimi Linear model, ratio to transformers",
 }
 

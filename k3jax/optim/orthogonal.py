@@ -115,7 +115,9 @@ def directed(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array, "*ba
 
 
 def orthogonalize(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array, "*batch m n"]:
-    """Newton–Schulz iteration on each matrix: singular values go to about one (0.68 to 1.13 after five steps).
+    """Newton–Schulz iteration on each matrix: singular values go to about one.
+
+    After five steps, those that were above 1/500 of the matrix's norm are within 0.68 and 1.20.
 
     Each matrix is divided by its largest element before its norm is taken, so that neither underflows nor overflows:
     the result does not depend on its scale. Zero stays zero, and where all matrices of this device are zero nothing is

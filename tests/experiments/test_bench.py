@@ -1,11 +1,13 @@
 """The benchmark's figures are of what it says: errors of the timed programs, the stated work, one line for mistakes."""
 
 import json
+import re
 import sys
 
 import pytest
 
-from experiments.bench import hf, kda, kda_gpu, moe, moe_overlap
+from experiments.bench import hf, kda, kda_gpu, moe, moe_overlap, muon
+from k3jax.optim import group_table, newton_schulz_flops
 
 
 def records(capsys, *argv):
@@ -159,6 +161,35 @@ def test_moe_benchmark_draws_loads(tmp_path):
 def test_moe_mistakes_are_one_line(argv, said, capsys):
     with pytest.raises(SystemExit) as stop:
         moe.main(argv)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_muon_benchmark_counts_the_iteration_and_compares_with_optax(capsys):
+    muon.main("--rounds=1 --json --model=nano --layers=1 --modes muon adamw".split())
+    ours, adamw = json.loads(capsys.readouterr().out)["records"]
+    groups = group_table(muon.BenchMuon(model="nano", layers=1).step.state_shapes.params)
+    matrices = re.findall(r"muon +(\d+) of (\d+)x(\d+) ", groups)
+    assert len(matrices) > 10
+    assert ours["flops_per_rank"] == sum(int(n) * newton_schulz_flops(int(a), int(b)) for n, a, b in matrices)
+    assert adamw["flops_per_rank"] == 0 and adamw["largest_difference_to_optax_muon"] is None
+    assert ours["largest_difference_to_optax_muon"] < 1e-6 and ours["received_bytes_per_rank"] == 0
+    assert ours["state_bytes_per_rank"] < 0.7 * adamw["state_bytes_per_rank"]
+    assert ours["time_of_adamw"] > 0 and ours["time_of_optax_muon"] > 0
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--modes", "sgd"], "--modes ['sgd']: choose of adamw, optax muon, muon"),
+        (["--layers=0"], "--layers=0 must be at least 1"),
+        (["--model=huge"], "huge"),
+    ],
+)
+def test_muon_mistakes_are_one_line(argv, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        muon.main(argv)
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1

@@ -1,6 +1,7 @@
 """QK-clip on MLA: the capped logit, untouched heads bit by bit, the shared key dims, and stacked layers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,15 @@ T = 11
 SEGMENTS = np.repeat([0, 1], [4, T - 4])
 
 
-def layer(config, seed=0):
+@functools.cache
+def initial(config):
+    return jax.jit(lambda key: lm.init_part(config, "M", key))(jax.random.key(0))
+
+
+def layer(config):
     """MLA's parameters, away from uniform attention, and inputs [B, T, D]."""
-    params = lm.init_part(config, "M", jax.random.key(seed))["attn"]
-    x = 3 * jax.random.normal(jax.random.key(seed + 1), (2, T, config.hidden_size))
-    return jax.tree.map(lambda a: a * 30 if a.ndim > 1 else a, params), x
+    x = 3 * jax.random.normal(jax.random.key(1), (2, T, config.hidden_size))
+    return jax.tree.map(lambda a: a * 30 if a.ndim > 1 else a, initial(config)["attn"]), x
 
 
 def logits(config, attn, x):
@@ -62,13 +67,17 @@ def test_the_oracle_of_logits_is_the_layer(config):
     o = np.einsum("bhts,bsl,hlv->bthv", weights, latent, np.asarray(attn["v_up"], np.float64)).reshape(2, T, -1)
     want = o / (1 + np.exp(-np.asarray(x @ attn["out_gate"], np.float64))) @ np.asarray(attn["out_proj"], np.float64)
     segments = jnp.broadcast_to(jnp.asarray(SEGMENTS), (2, T))
-    module = lm.bind(config, "M", lm.init_part(config, "M", jax.random.key(0)) | {"attn": attn}).attn
-    np.testing.assert_allclose(module(x, Tokens(segments, segments * 0))[0], want, atol=1e-5 * np.abs(want).max())
+    module = lm.bind(config, "M", initial(config) | {"attn": attn}).attn
+    got = jax.jit(lambda x: module(x, Tokens(segments, segments * 0))[0])(x)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("rate", [0.0, 1e-5])
-@pytest.mark.parametrize("config", [LATENT, DIRECT, NO_SHARED], ids=["latent", "direct", "no shared dims"])
+@pytest.mark.parametrize(
+    "config, rate",
+    [(LATENT, 0.0), (LATENT, 1e-5), (DIRECT, 1e-5), (NO_SHARED, 0.0)],
+    ids=["weights as they were", "after a step", "one projection of queries", "no shared dims"],
+)
 def test_the_next_logit_of_a_clipped_head_is_the_threshold(config, rate):
     """On the same batch, whatever part of the logit comes from keys that all heads share; other heads are untouched."""
     attn, x = layer(config)

@@ -47,9 +47,8 @@ def updates_of(optimizer, *grads):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_ten_steps_equal_those_of_optax(nesterov, dtype):
+@pytest.mark.parametrize("dtype, nesterov", [(jnp.float32, True), (jnp.float32, False), (jnp.float64, True)])
+def test_ten_steps_equal_those_of_optax(dtype, nesterov):
     with jax.enable_x64(dtype == jnp.float64):
         params = normal(0, dtype=dtype)
         grads = [normal(seed, dtype=dtype) for seed in range(1, 11)]
@@ -92,14 +91,21 @@ def test_heads_equal_a_loop_over_heads():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-8, 1e20, 1e37])
-def test_updates_do_not_depend_on_the_scale_of_gradients(scale, nesterov):
+def test_updates_do_not_depend_on_the_scale_of_gradients(nesterov):
     """An expert that is rarely chosen has small gradients; it must not stop learning unnoticed."""
     grads = [normal(seed, {"w": (16, 24)}) for seed in range(3)]
     optimizer = muon(1.0, nesterov=nesterov)
-    want = updates_of(optimizer, *grads)["w"]
-    got = updates_of(optimizer, *[{"w": g["w"] * scale} for g in grads])["w"]
-    np.testing.assert_allclose(got, want, atol=2e-5)  # rounding of the scaled gradients, 485 times at zero
+    update = jax.jit(optimizer.update)
+
+    def last(scale):
+        state = optimizer.init(grads[0])
+        for g in grads:
+            updates, state = update({"w": g["w"] * scale}, state, grads[0])
+        return updates["w"]
+
+    for scale in (1e-30, 1e-20, 1e-8, 1e20, 1e37):
+        # The rounding of scaled gradients, times 485 for the smallest singular values.
+        np.testing.assert_allclose(last(scale), last(1.0), atol=2e-5, err_msg=str(scale))
 
 
 @pytest.mark.quick

@@ -16,12 +16,34 @@ class Collective(NamedTuple):
     kind: str
     result_bytes: int
     """Of the result on one device."""
+    ranks: int
+    """That take part together."""
+
+    @property
+    def received_bytes(self) -> float:
+        """What a rank gets from others if no byte moves needlessly."""
+        others = self.ranks - 1
+        share = {"reduce-scatter": others, "all-reduce": 2 * others / self.ranks, "collective-permute": 1}
+        return share.get(self.kind, others / self.ranks) * self.result_bytes
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     """Every collective of the program, in the order of its text. One in a loop counts once."""
-    found = re.findall(rf"^[^=\n]*= (.*?) ({KINDS})(?:-start)?\(", compiled.as_text() or "", re.MULTILINE)
-    return [Collective(kind, sum(bytes_of(*item) for item in re.findall(ITEM, result))) for result, kind in found]
+    text = compiled.as_text() or ""
+    everyone = int((re.search(r"num_partitions=(\d+)", text) or ["", "1"])[1])
+    found = []
+    for result, kind, rest in re.findall(rf"^[^=\n]*= (.*?) ({KINDS})(?:-start)?\((.*)", text, re.MULTILINE):
+        size = sum(bytes_of(*item) for item in re.findall(ITEM, result))
+        found.append(Collective(kind, size, group_size(rest) or everyone))
+    return found
+
+
+def group_size(attributes: str) -> int | None:
+    """Ranks in a group, from `replica_groups={{0,1},{2,3}}` or `[groups,ranks]<=[…]`; None: all of them."""
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(counted[1])
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    return len(listed[1].split(",")) if listed else None
 
 
 def bytes_of(dtype: str, dims: str) -> int:
@@ -30,8 +52,6 @@ def bytes_of(dtype: str, dims: str) -> int:
     return int(np.prod([int(n) for n in dims.split(",") if n] or [1])) * bits // 8
 
 
-def received_bytes(compiled: jax.stages.Compiled, ranks: int) -> int:
-    """Bytes that a rank gets from others if every collective is over `ranks` ranks and moves no byte needlessly."""
-    share = {"all-gather": 1 - 1 / ranks, "all-to-all": 1 - 1 / ranks, "reduce-scatter": ranks - 1}
-    share |= {"all-reduce": 2 * (1 - 1 / ranks), "collective-permute": 1}
-    return round(sum(share[c.kind] * c.result_bytes for c in collectives(compiled)))
+def received_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a rank gets from others."""
+    return round(sum(each.received_bytes for each in collectives(compiled)))

@@ -153,7 +153,7 @@ def bench(config: BenchMoe) -> list[dict[str, Any]]:
                 "rows": rows.tolist(),
                 "rows_max_over_mean": float(rows.max() / rows.mean()),
                 "dropped": float(drops.sum() / (R * config.tokens * k)),
-                "received_bytes_per_rank": received_bytes(compiled[name], R),
+                "received_bytes_per_rank": received_bytes(compiled[name]),
                 "median_ms": 1e3 * statistics.median(seconds[skew, name]),
                 "time_of_exact_all_gather": ratio(seconds[skew, name], seconds[skew, "exact all-gather"]),
                 "time_of_first_skew": ratio(seconds[skew, name], seconds[config.skews[0], name]),

@@ -133,7 +133,7 @@ def bench(config: BenchMuon) -> list[dict[str, Any]]:
                 "time_of_optax_muon": ratio(seconds[name], seconds["optax muon"]),
                 "flops_per_rank": flops(traced[name].jaxpr.jaxpr),
                 "state_bytes_per_rank": bytes_on_a_rank(programs[name].state),
-                "received_bytes_per_rank": received_bytes(compiled[name], programs[name].ranks),
+                "received_bytes_per_rank": received_bytes(compiled[name]),
                 "largest_difference_to_optax_muon": off if "muon" in name else None,
             }
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.plan.step_options import StepOptions
+from experiments.plan.step_options import StepOptions, said_schedule
 from k3jax.train.memory import Part, memory
 from k3jax.train.plan import in_bytes
 from meshes.command_line import parse
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
     """Print the table and the timeline of each rank, and draw the picture if there is to be one."""
     asked = parse(PlanMemory, argv, prog=prog)
     step = asked.train_step()
+    print(f"{said_schedule(step)}\n")
     parts = memory(step)
     header = ("bytes for", "place", "allocated", "in use, most", "in use, mean")
     print_table(header, [row(part) for part in parts] + [row(total(parts))], header[2:])

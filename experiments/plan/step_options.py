@@ -29,7 +29,7 @@ class StepOptions:
     microbatches: int = StepConfig.microbatches
     """Parts of the batch that pass the pipeline one after the other."""
     schedule: SCHEDULES = StepConfig.schedule  # type: ignore[valid-type]
-    """Pipeline schedule."""
+    """Pipeline schedule; auto: the fastest in lock-step, as nothing here limits memory."""
     virtual: int = StepConfig.virtual
     """Virtual stages: chunks of layers on each pipeline stage."""
     optimizer: Literal["muon", "adamw"] = StepConfig.optimizer
@@ -51,3 +51,8 @@ class StepOptions:
         fields = {f.name for f in dataclasses.fields(StepConfig)} & {f.name for f in dataclasses.fields(StepOptions)}
         values: dict[str, Any] = {name: getattr(self, name) for name in fields} | changes
         return TrainStep(StepConfig(model=model_named(self.preset), **values), abstract_mesh(resolve_mesh(self.mesh)))
+
+
+def said_schedule(step: TrainStep) -> str:
+    """A line with the step's schedule."""
+    return f"schedule {step.resolved.schedule.name}: {step.why_schedule}"

@@ -56,6 +56,7 @@ def _schedule(step: TrainStep) -> Rows:
     lockstep, free = schedule.bubble_fraction(lockstep=True), schedule.bubble_fraction()
     return [
         ("schedule", f"{schedule.name}, {schedule.num_ticks} ticks"),
+        *([("chosen because", step.why_schedule)] if step.config.schedule == "auto" else []),
         ("bubble fraction", f"{lockstep:.3f} in lock-step, {free:.3f} free-running"),
         ("in flight", f"{runs(schedule.in_flight().tolist())} chunk activations per stage"),
         *_residual_blocks(step),

@@ -86,8 +86,11 @@ def test_a_schedule_is_compared_printed_and_drawn(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_memory_is_listed_by_purpose(options, capsys):
-    text = said(capsys, "memory", *options, "--dtype=bfloat16", "--activations=kda.*=quantize")
+def test_memory_is_listed_by_purpose(options, capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("experiments.plan.memory.compiled_temporaries", lambda step: compiled.append(step) or 3 * 2**20)
+    text = said(capsys, "memory", *options, "--dtype=bfloat16", "--activations=kda.*=quantize", "--compile")
+    assert compiled[0].mesh.devices.size == 4 and "XLA sets aside 3.0 MiB" in text
     sizes = column(text, ["bytes for", "place", "allocated", "in use, most", "in use, mean"], "allocated")
     assert list(sizes) == [
         *("parameters", "optimizer state", "parameters in bfloat16", "gradients", "mailbox"),

@@ -32,3 +32,9 @@ def absent_gpus():
         return absent_devices("h200", per_host=8)
     except RuntimeError as missing:
         pytest.skip(str(missing))
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that compile whole steps come first: so that in the end no worker is left alone with a file of them."""
+    first = ("train", "experiments", "activations")
+    items.sort(key=lambda item: item.path.parent.name not in first)

@@ -61,6 +61,7 @@ def test_a_schedule_with_a_policy_gives_the_gradients_of_1f1b_that_keeps_all(cas
     check_equal(case, (case[0], "1f1b", 1, "*=keep"))
 
 
+@pytest.mark.slow
 def test_quantized_leaves_change_no_loss_and_gradients_within_the_bound():
     """docs/notes/activations.md: a stored value is off by 1/16 at most, the whole gradient by 1/16, a parameter's by 1/8."""
     mesh = "pipe=2,expert=2"

@@ -23,7 +23,7 @@ from k3jax.activations.hosting import host
 from k3jax.activations.parking import park
 from k3jax.activations.planner import Activation, Planner
 from k3jax.activations.residency import by_tick, resident
-from k3jax.parallel.schedules import BACKWARD, FORWARD, NAMES, RECIPES, best, build
+from k3jax.parallel.schedules import BACKWARD, FORWARD, NAMES, RECIPES, best, build, candidates
 from k3jax.parallel.schedules.picture import draw
 
 # %% [markdown]
@@ -67,7 +67,7 @@ print(build("zbv", stages=3, virtual=2, microbatches=3).gantt())
 # %%
 for room in (4, 8, 16):
     fits = lambda table, room=room: table.in_flight().max() <= room
-    chosen = best(STAGES, 1, MICROBATCHES, fits)
+    chosen = best(candidates(STAGES, 1, MICROBATCHES), fits)
     print(f"room for {room:2} contents: {chosen.name}, bubble {chosen.bubble_fraction(lockstep=True):.3f}")
 
 # %% [markdown]

@@ -38,7 +38,8 @@ MODEL = ModelConfig(
     attn_res_block=3,  # blocks begin in different slots of a group: traced flags
 )
 
-STEP = StepConfig(model=MODEL, global_batch=8, seq_len=64, microbatches=2, steps=10)
+# A schedule by name: choosing one means to trace the step more than once.
+STEP = StepConfig(model=MODEL, global_batch=8, seq_len=64, microbatches=2, schedule="interleaved_1f1b", steps=10)
 
 
 def batch(config: StepConfig, seed: int = 0) -> Batch:

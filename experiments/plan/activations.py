@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from experiments.plan.step_options import StepOptions
+from experiments.plan.step_options import StepOptions, said_schedule
 from k3jax.activations.machine import Machine
 from k3jax.activations.plan import ActivationPlan
 from k3jax.activations.planner import Planner
@@ -61,11 +61,14 @@ class PlanActivations(StepOptions):
 def main(argv: Sequence[str] | None, prog: str) -> None:
     """Print the plan, if one is made or loaded, what is stored under it, and the totals."""
     asked = parse(PlanActivations, argv, prog=prog)
-    chosen = loaded(asked) if asked.load else planned(asked) if asked.budget else None
-    text = asked.activations if chosen is None else chosen.activations
+    step = asked.train_step()
+    print(f"{said_schedule(step)}\n")
+    chosen = loaded(asked) if asked.load else planned(asked, step) if asked.budget else None
     if chosen is not None:
-        print(f"{chosen}\n\n--activations={shlex.quote(text)}\n")
-    step = asked.train_step(activations=text)
+        # A plan is for lifetimes in one table: under other policies another one may be chosen.
+        name, text = step.resolved.schedule.name, chosen.activations
+        print(f"{chosen}\n\n--schedule={name}\n--activations={shlex.quote(text)}\n")
+        step = asked.train_step(activations=text, schedule=name)
     leaves = summed(stored_leaves(step))
     show(step, leaves)
     if chosen is not None and (taken := total_reserved(step, leaves)) > chosen.budget:
@@ -74,9 +77,9 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
         chosen.save(asked.save)
 
 
-def planned(asked: PlanActivations) -> ActivationPlan:
+def planned(asked: PlanActivations, step: TrainStep) -> ActivationPlan:
     """The plan within the budget; ValueError if there is none."""
-    step, machine = asked.train_step(), asked.machine
+    machine = asked.machine
     leaves, flops = stored_and_flops(step)
     planner = Planner(
         step.resolved.schedule,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.plan.step_options import StepOptions
-from k3jax.train.memory import Part, memory
+from experiments.plan.step_options import StepOptions, said_schedule
+from k3jax.train.memory import Part, compiled_temporaries, memory
 from k3jax.train.plan import in_bytes
 from meshes.command_line import parse
 from meshes.tables import print_table
@@ -24,6 +24,8 @@ class PlanMemory(StepOptions):
     Predicted from shapes and the schedule; the workspace of operations themselves is not in it.
     """
 
+    compile: bool = False
+    """Compile the step too, on fake devices, and print what XLA sets aside: to compare sets of policies with."""
     picture: str = ""
     """Draw the schedule beside what each stage holds, to this .png, .svg or .pdf file. Needs matplotlib."""
 
@@ -35,7 +37,8 @@ class PlanMemory(StepOptions):
 def main(argv: Sequence[str] | None, prog: str) -> None:
     """Print the table and the timeline of each rank, and draw the picture if there is to be one."""
     asked = parse(PlanMemory, argv, prog=prog)
-    step = asked.train_step()
+    step = asked.train_step(on_devices=asked.compile)
+    print(f"{said_schedule(step)}\n")
     parts = memory(step)
     header = ("bytes for", "place", "allocated", "in use, most", "in use, mean")
     print_table(header, [row(part) for part in parts] + [row(total(parts))], header[2:])
@@ -44,6 +47,11 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
     for stage in range(everything.shape[1]):
         print(
             f"stage {stage} |{bars(everything[:, stage], total(parts).reserved)}| {in_bytes(int(everything[:, stage].max()))}"
+        )
+    if asked.compile:
+        size = in_bytes(compiled_temporaries(step))
+        print(
+            f"\nXLA sets aside {size} beside arguments (parameters, optimizer state) and results, host memory included"
         )
     if asked.picture:
         from k3jax.parallel.schedules.picture import draw

@@ -29,7 +29,7 @@ class StepOptions:
     microbatches: int = StepConfig.microbatches
     """Parts of the batch that pass the pipeline one after the other."""
     schedule: SCHEDULES = StepConfig.schedule  # type: ignore[valid-type]
-    """Pipeline schedule."""
+    """Pipeline schedule; auto: the fastest in lock-step, as nothing here limits memory."""
     virtual: int = StepConfig.virtual
     """Virtual stages: chunks of layers on each pipeline stage."""
     optimizer: Literal["muon", "adamw"] = StepConfig.optimizer
@@ -41,13 +41,19 @@ class StepOptions:
     dtype: Literal["float32", "bfloat16"] = StepConfig.dtype
     """Compute dtype."""
 
-    def train_step(self, **changes: str) -> TrainStep:
-        """The step, for shapes and tracing; ValueError if it cannot be."""
+    def train_step(self, *, on_devices: bool = False, **changes: str) -> TrainStep:
+        """The step, for shapes and tracing, on fake devices to be compiled too; ValueError if it cannot be."""
         import jax
 
-        from k3jax.train.devices import abstract_mesh, resolve_mesh
+        from k3jax.train.devices import abstract_mesh, build_mesh, resolve_mesh
 
         jax.config.update("jax_platforms", "cpu")  # accelerators may be busy with a run
         fields = {f.name for f in dataclasses.fields(StepConfig)} & {f.name for f in dataclasses.fields(StepOptions)}
         values: dict[str, Any] = {name: getattr(self, name) for name in fields} | changes
-        return TrainStep(StepConfig(model=model_named(self.preset), **values), abstract_mesh(resolve_mesh(self.mesh)))
+        mesh = (build_mesh if on_devices else abstract_mesh)(resolve_mesh(self.mesh))
+        return TrainStep(StepConfig(model=model_named(self.preset), **values), mesh)
+
+
+def said_schedule(step: TrainStep) -> str:
+    """A line with the step's schedule."""
+    return f"schedule {step.resolved.schedule.name}: {step.why_schedule}"

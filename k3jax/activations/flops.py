@@ -1,12 +1,13 @@
-"""What it takes to make named values: floating-point operations of matrix products, counted in a program.
+"""What it takes to make values of a program: floating-point operations of matrix products. Of branches the dearest counts.
 
-An estimate of recomputation: a value is made from the named values before it (which are stored, or recomputed themselves)
-and from what enters the loop body, branch or checkpoint that it stands in. Of branches the dearest counts.
+Of named values this is an estimate of recomputation: they are made from the named values before them (which are stored, or
+recomputed themselves) and from what enters the loop body, branch or checkpoint that they stand in.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from jax.extend import core
@@ -15,6 +16,13 @@ from k3jax.activations.leaves import subjaxprs
 from k3jax.compat import scan_arity
 
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+NAME = "name"
+
+
+def flops(jaxpr: core.Jaxpr, outputs: Iterable[int] | None = None) -> int:
+    """Operations of all that these outputs, by position, are made of; None: all outputs. Inside shard_map, one rank's."""
+    asked = jaxpr.outvars if outputs is None else [jaxpr.outvars[i] for i in outputs]
+    return _made_from(jaxpr, set(map(id, asked)), None)[0]
 
 
 def flops_by_name(jaxpr: core.Jaxpr) -> dict[str, int]:
@@ -24,31 +32,27 @@ def flops_by_name(jaxpr: core.Jaxpr) -> dict[str, int]:
     return found
 
 
-def flops(jaxpr: core.Jaxpr) -> int:
-    """Operations of one run of a program that tags no names, of one rank's part inside shard_map."""
-    return _made_from(jaxpr, set(map(id, jaxpr.outvars)))[0]
-
-
 def _search(jaxpr: core.Jaxpr, times: int, found: dict[str, int]) -> None:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            flops, _ = _made_from(jaxpr, set(map(id, eqn.invars)))
-            found[eqn.params["name"]] = found.get(eqn.params["name"], 0) + flops * times
+        if eqn.primitive.name == NAME:
+            made, _ = _made_from(jaxpr, set(map(id, eqn.invars)), NAME)
+            found[eqn.params["name"]] = found.get(eqn.params["name"], 0) + made * times
         for sub in subjaxprs(eqn):
             _search(sub, times * _runs(eqn), found)
 
 
-def _made_from(jaxpr: core.Jaxpr, needed: set[int]) -> tuple[int, set[int]]:
-    """Operations that make these variables (by id), back to named ones, and the positions of the inputs they need."""
+def _made_from(jaxpr: core.Jaxpr, needed: set[int], end: str | None) -> tuple[int, set[int]]:
+    """Operations that make these variables (by id), and the positions of the inputs they need; what equations called
+    `end` make is there already."""
     total = 0
     for eqn in reversed(jaxpr.eqns):
         outs = {i for i, var in enumerate(eqn.outvars) if id(var) in needed}
-        if not outs or eqn.primitive.name == "name":
+        if not outs or eqn.primitive.name == end:
             continue
         subs = list(subjaxprs(eqn))
         if subs:
-            flops, operands = _inside(eqn, subs, outs)
-            total += flops
+            made, operands = _inside(eqn, subs, outs, end)
+            total += made
         else:
             total += _flops(eqn)
             operands = set(range(len(eqn.invars)))
@@ -56,7 +60,7 @@ def _made_from(jaxpr: core.Jaxpr, needed: set[int]) -> tuple[int, set[int]]:
     return total, {i for i, var in enumerate(jaxpr.invars) if id(var) in needed}
 
 
-def _inside(eqn: core.JaxprEqn, subs: list[core.Jaxpr], outs: set[int]) -> tuple[int, set[int]]:
+def _inside(eqn: core.JaxprEqn, subs: list[core.Jaxpr], outs: set[int], end: str | None) -> tuple[int, set[int]]:
     """As `_made_from`, for an equation that runs programs: operations, and the operands they need."""
     most, operands = 0, set()
     for sub in subs:
@@ -64,9 +68,9 @@ def _inside(eqn: core.JaxprEqn, subs: list[core.Jaxpr], outs: set[int]) -> tuple
         asked, inputs = set(), set()
         while not outs <= asked:  # a loop's state is needed in the next round if it is in this one
             asked |= outs
-            flops, inputs = _made_from(sub, {id(sub.outvars[i]) for i in asked if i < len(sub.outvars)})
+            made, inputs = _made_from(sub, {id(sub.outvars[i]) for i in asked if i < len(sub.outvars)}, end)
             outs = asked | _carried(eqn, inputs)
-        most = max(most, flops * _runs(eqn))
+        most = max(most, made * _runs(eqn))
         operands |= {skip + i for i in inputs if skip + i >= 0} | set(range(max(skip, 0)))
     return most, operands
 

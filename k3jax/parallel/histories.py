@@ -6,12 +6,12 @@ that an operation can tell whether it found its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from k3jax.parallel.boxes import empty, replace, take, vary
@@ -69,20 +69,23 @@ class Histories:
         return replace(box, jax.tree.map(lambda d, same: jnp.where(made, d, same), gradients, result), index)
 
     def travel(self, rows: Tree, way: int, pairs: list[tuple[int, int]], columns: Columns) -> Tree:
-        """Rows of a message from the stage that sent it this way; as many travel as the stage with most sends."""
-        if not self.relay or way == STAY or not (counts := np.unique(self.columns["travelling"][:, way])).any():
+        """Rows of a message from the stage that sent it this way; only those travel that are sent."""
+        if not self.relay or way == STAY or not self.relay.loads[way].any():
             return rows
-        branches = [lambda n=n: permute_first(rows, n, pairs) for n in counts.tolist()]
-        return lax.switch(jnp.searchsorted(jnp.asarray(counts), columns["travelling"][way]), branches)
+        branches = [lambda load=load: permute(rows, load, pairs) for load in self.relay.loads[way].tolist()]
+        return lax.switch(columns["travelling"][way], branches)
 
 
-def permute_first(rows: Tree, number: int, pairs: list[tuple[int, int]]) -> Tree:
-    """The first rows from another stage, the others as they are."""
+def permute(rows: Tree, load: list[int], pairs: list[tuple[int, int]]) -> Tree:
+    """The first rows from another stage, of each as many as its load; the others are anything."""
+    steps = sorted({0, *load})
 
-    def permute(a):
-        return jnp.concatenate([lax.ppermute(a[:number], "pipe", pairs), a[number:]]) if number else a
+    def parts(a):
+        for low, high in itertools.pairwise(steps):
+            yield lax.ppermute(a[low:high], "pipe", [(sender, to) for sender, to in pairs if load[sender] >= high])
+        yield a[steps[-1] :]
 
-    return jax.tree.map(permute, rows)
+    return jax.tree.map(lambda a: jnp.concatenate([*parts(a)]), rows) if any(load) else rows
 
 
 class Rows(NamedTuple):

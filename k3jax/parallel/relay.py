@@ -39,14 +39,10 @@ def windows(stage_of: Sequence[int], appended: Sequence[int]) -> list[Rows]:
 class RowTraffic(NamedTuple):
     """Bytes of rows sent in one step, forward and backward, all stages together."""
 
-    useful: int
-    """Of rows that their receiver lacks."""
     moved: int
-    """What permutes carry: in a tick every stage sends as many rows one way as the one that sends most."""
+    """Of rows that their receiver lacks, which is what permutes carry."""
     naive: int
     """Of all rows that exist, with every message between two stages: without a cache."""
-    naive_moved: int
-    """What permutes would carry if every message had room for all rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,14 +142,13 @@ class Relay:
         of all rows for a forward, of sums of their gradients for a backward; others hand back slot 0 as it is. fresh: 1 if
         there is nothing in the slot of the result yet. deposit [tick]: slot on the last stage for the gradients of the head.
         entering [..., num_rows]: for each row its place in the operation's message. leaving [..., room]: the rows that go
-        with the message that it sends. travelling [tick, (UP, DOWN)]: the most rows that any stage has sent this way, in the
-        tick in which they arrive.
+        with the message that it sends. travelling [tick, (UP, DOWN)]: which of the `loads` of this way arrives.
         """
         shape, last = self.schedule.mail.shape, self.schedule.chunks - 1
         last_chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         first_chunk = {self.stages[chunk]: chunk for chunk in reversed(range(last + 1))}
         values, result, fresh = (np.zeros(shape, np.int32) for _ in range(3))
-        deposit, travelling = np.zeros(shape[0], np.int32), np.zeros((shape[0], 2), np.int32)
+        deposit = np.zeros(shape[0], np.int32)
         entering = np.full((*shape, self.num_rows), NOTHING, np.int32)
         leaving = np.full((*shape, self.room), NOTHING, np.int32)
         for (kind, chunk, m), tick in self.schedule.ticks.items():
@@ -164,10 +159,10 @@ class Relay:
                 continue
             # Rows that came with a chunk's input are those whose gradients go back with the input's.
             before, behind = self._window(chunk), self._window(chunk + 1)
-            slots, came, goes, onward, first = (
-                (self.values, before, behind, chunk + 1, first_chunk[stage])
+            slots, came, goes, first = (
+                (self.values, before, behind, first_chunk[stage])
                 if kind == FORWARD
-                else (self.sums, behind, before, chunk - 1, last_chunk[stage])
+                else (self.sums, behind, before, last_chunk[stage])
             )
             result[at] = slots[stage, m]
             fresh[at] = chunk == first and (kind, chunk) != (BACKWARD, last)
@@ -175,9 +170,6 @@ class Relay:
             leaving[at][: len(goes)] = goes
             if kind == FORWARD and chunk == last:
                 deposit[tick] = self.sums.get((stage, m), 0)
-            if len(goes):
-                way = route(stage, self.stages[onward], self.schedule.stages)
-                travelling[tick + 1, way] = max(travelling[tick + 1, way], len(goes))
         return dict(
             values=values,
             result=result,
@@ -185,22 +177,37 @@ class Relay:
             deposit=deposit,
             entering=entering,
             leaving=leaving,
-            travelling=travelling,
+            travelling=np.stack([self._loads[way][1] for way in (UP, DOWN)], axis=1),
         )
+
+    @functools.cached_property
+    def loads(self) -> list[np.ndarray]:
+        """For each way (UP, DOWN) the different numbers of rows that travel in a tick: [load, sending stage]."""
+        return [loads for loads, _ in self._loads]
+
+    @functools.cached_property
+    def _loads(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """With the index of the load that arrives in each tick."""
+        sent = np.zeros((2, *self.schedule.mail.shape), np.int32)
+        for (kind, chunk, _), tick in self.schedule.ticks.items():
+            # The rows that came with a chunk's input, and their gradients, pass between it and the chunk before.
+            after = chunk + 1 if kind == FORWARD else chunk
+            to = {FORWARD: after, BACKWARD: after - 1}.get(kind)
+            if to is not None and len(rows := self._window(after)):
+                way = route(self.stages[chunk], self.stages[to], self.schedule.stages)
+                sent[way, tick + 1, self.stages[chunk]] = len(rows)
+        found = [np.unique(of_way, axis=0, return_inverse=True) for of_way in sent]
+        return [(loads, index.reshape(-1).astype(np.int32)) for loads, index in found]
 
     def _window(self, chunk: int) -> Rows:
         return self.windows[chunk] if chunk < self.schedule.chunks else range(0)
 
     def traffic(self, row_bytes: int) -> RowTraffic:
         """What one step sends. `row_bytes`: of one row of one microbatch on a rank."""
-        schedule = self.schedule
-        times = schedule.microbatches * (2 if BACKWARD in schedule.kinds else 1)
+        times = self.schedule.microbatches * (2 if BACKWARD in self.schedule.kinds else 1)
         exist = np.cumsum((0, *self.appended))
-        crossing = [c for c in range(1, schedule.chunks) if self.stages[c] != self.stages[c - 1]]
-        rows = RowTraffic(
-            useful=times * sum(map(len, self.windows)),
-            moved=schedule.stages * int(self.columns["travelling"].sum()),
-            naive=times * int(sum(exist[c] for c in crossing)),
-            naive_moved=schedule.stages * self.num_rows * int(schedule.moves[:, [UP, DOWN]].sum()),
+        crossing = [c for c in range(1, self.schedule.chunks) if self.stages[c] != self.stages[c - 1]]
+        return RowTraffic(
+            moved=row_bytes * sum(int(loads[index].sum()) for loads, index in self._loads),
+            naive=row_bytes * times * int(sum(exist[c] for c in crossing)),
         )
-        return RowTraffic(*(row_bytes * number for number in rows))

@@ -9,7 +9,7 @@ from typing import Literal
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.configs import ModelConfig, get
 from k3jax.parallel.layout import StackLayout
-from k3jax.parallel.schedules import Schedule, build
+from k3jax.parallel.schedules import Schedule, build, candidates
 from k3jax.sharding import check_divisible
 from meshes import MeshSpec
 
@@ -28,8 +28,8 @@ class StepConfig:
     """Tokens of one sequence."""
     microbatches: int = 4
     """Parts of the batch that pass the pipeline one after the other; gradients add up."""
-    schedule: Literal["gpipe", "plain_1f1b", "1f1b", "interleaved_1f1b", "zb1p", "zbv"] = "interleaved_1f1b"
-    """Pipeline schedule."""
+    schedule: Literal["auto", "gpipe", "plain_1f1b", "1f1b", "interleaved_1f1b", "zb1p", "zbv"] = "auto"
+    """Pipeline schedule; auto: of those made for so many virtual stages the fastest in lock-step that fits on a device."""
     virtual: int = 1
     """Virtual stages: chunks of layers on each pipeline stage."""
     zero: Literal[0, 1, 2] = 0
@@ -73,10 +73,18 @@ class StepConfig:
         require(0 <= self.seed < 2**31, "seed", self.seed, "0 to 2147483647")
         ActivationPolicy.parse(self.activations)
 
-    def resolve(self, mesh: MeshSpec) -> Resolved:
-        """The pieces of the step on this mesh; ValueError names what does not fit, with the numbers."""
-        sizes = mesh.sizes
-        schedule = build(self.schedule, stages=sizes["pipe"], virtual=self.virtual, microbatches=self.microbatches)
+    def tables(self, mesh: MeshSpec) -> list[Schedule]:
+        """The schedule on this mesh; those to choose from if it is auto. ValueError if it is not made for that."""
+        if self.schedule == "auto":
+            return candidates(mesh.pipe, self.virtual, self.microbatches)
+        return [build(self.schedule, stages=mesh.pipe, virtual=self.virtual, microbatches=self.microbatches)]
+
+    def resolve(self, mesh: MeshSpec, schedule: Schedule | None = None) -> Resolved:
+        """The pieces of the step on this mesh; ValueError names what does not fit, with the numbers.
+
+        schedule: one of `tables`; not given, the first.
+        """
+        sizes, schedule = mesh.sizes, schedule or self.tables(mesh)[0]
         layout = StackLayout(self.model, sizes["pipe"], self.virtual, schedule.placement)
         check_divisible(self.model, sizes)
         ranks = sizes["data"] * sizes["expert"]

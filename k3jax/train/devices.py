@@ -45,6 +45,19 @@ def abstract_mesh(spec: MeshSpec) -> jax.sharding.AbstractMesh:
     )
 
 
+def shape_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> MeshSpec:
+    """The mesh as numbers."""
+    return MeshSpec(**{axis: mesh.shape[axis] for axis in AXES})
+
+
+def memory_limit(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int | None:
+    """Bytes that every device of the mesh lets a program have; None if one does not say, as on CPU, or if there is none."""
+    devices = mesh.local_devices if isinstance(mesh, jax.sharding.Mesh) else []
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    told = [limit for limit in limits if limit is not None]
+    return min(told) if told and len(told) == len(limits) else None
+
+
 def compiler_options(platform: str) -> dict[str, bool] | None:
     """What XLA is told beside its defaults when it compiles for devices of this platform.
 

@@ -58,6 +58,7 @@ def _schedule(step: TrainStep) -> Rows:
     lockstep, free = schedule.bubble_fraction(lockstep=True), schedule.bubble_fraction()
     return [
         ("schedule", f"{schedule.name}, {schedule.num_ticks} ticks"),
+        *([("chosen because", step.why_schedule)] if step.config.schedule == "auto" else []),
         ("bubble fraction", f"{lockstep:.3f} in lock-step, {free:.3f} free-running"),
         ("in flight", f"{runs(schedule.in_flight().tolist())} chunk activations per stage"),
         *_residual_blocks(step),
@@ -72,9 +73,9 @@ def _residual_blocks(step: TrainStep) -> Rows:
     tokens = config.global_batch * config.seq_len // (config.microbatches * mesh.data * mesh.expert * mesh.context)
     row = tokens * config.model.hidden_size * jnp.dtype(config.dtype).itemsize
     relay = Relay(step.resolved.schedule, begun)
-    useful, moved, _, naive = (in_bytes(number // mesh.pipe) for number in relay.traffic(row))
+    moved, naive = (in_bytes(number // mesh.pipe) for number in relay.traffic(row))
     kept = f"{relay.num_rows} blocks of {relay.num_values} microbatches kept on a stage"
-    return [("residual blocks", f"{kept}; a step sends {moved}, {useful} of use, where all would be {naive}")]
+    return [("residual blocks", f"{kept}; a step sends {moved}, where all would be {naive}")]
 
 
 def _parameters(step: TrainStep) -> Rows:

@@ -142,6 +142,7 @@ class Run:
         self._skipped = int(self.state.skipped)
         told = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(RunConfig)}
         told |= {"mesh": str(self.spec), "step": dataclasses.asdict(self.config.step)}
+        told |= {"schedule": {"name": self.train_step.resolved.schedule.name, "why": self.train_step.why_schedule}}
         workdir.write_config(self.workdir, told)
 
     # ---- compile --------------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ from k3jax.parallel.pullback import HELD, STREAM
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import WEIGHT, forward_only
 from k3jax.train.config import StepConfig
-from k3jax.train.devices import compiler_options
+from k3jax.train.devices import compiler_options, shape_of
 from k3jax.train.masters import Masters, make_optimizer
-from meshes import AXES, MeshSpec
+from meshes import AXES
 
 TOKENS = P(None, ("data", "expert"), "context")
 STACKED = P("pipe")
@@ -89,7 +89,14 @@ class TrainStep:
 
     def __init__(self, config: StepConfig, mesh: Mesh | AbstractMesh):
         self.config, self.mesh = config, mesh
-        self.resolved = config.resolve(MeshSpec(**{axis: mesh.shape[axis] for axis in AXES}))
+        self.resolved = config.resolve(shape_of(mesh))
+        self.why_schedule = "asked for"
+        """Why the step has the schedule that it has."""
+        if config.schedule == "auto":
+            from k3jax.train.choice import choose  # which traces steps itself
+
+            schedule, self.why_schedule = choose(config, mesh)
+            self.resolved = config.resolve(shape_of(mesh), schedule)
         self.layout = self.resolved.layout
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
         self.jit = functools.partial(jax.jit, compiler_options=compiler_options(platform))

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from k3jax.activations.flops import flops_by_name
+from k3jax.activations.flops import flops, flops_by_name
 
 pytestmark = pytest.mark.quick
 
@@ -67,3 +67,14 @@ def test_grouped_products_and_custom_rules_are_seen():
         return checkpoint_name(lax.ragged_dot(a, jnp.stack([w, w]), sizes), "b")
 
     assert counted(function, X, W) == {"a": ONCE, "b": ONCE}
+
+
+def test_outputs_cost_all_that_they_are_made_of():
+    """Names end nothing here, and what an output does not need is not counted."""
+
+    def function(x, w):
+        a = checkpoint_name(x @ w, "a")
+        return a @ w, jnp.sin(a), a @ w @ w
+
+    closed = jax.make_jaxpr(function)(X, W)
+    assert [flops(closed.jaxpr, outputs) for outputs in ([0], [1], [0, 2])] == [2 * ONCE, ONCE, 4 * ONCE]

@@ -25,7 +25,9 @@ MODEL = ModelConfig(name="tiny", pattern="KM", num_layers=3, hidden_size=16, num
 def workdir(tmp_path_factory):
     """A run's directory with steps 2 and 4; all values are 2."""
     path = tmp_path_factory.mktemp("run")
-    step = TrainStep(StepConfig(model=MODEL), MeshSpec.parse("pipe=2,expert=2").build(jax.devices()[:4]))
+    step = TrainStep(
+        StepConfig(model=MODEL, schedule="1f1b"), MeshSpec.parse("pipe=2,expert=2").build(jax.devices()[:4])
+    )
     twos = jax.tree.map(lambda a: np.full(a.shape, 2, a.dtype), step.state_shapes)
     checkpoints = Checkpoints(path / "checkpoints", step)
     for number in (2, 4):

@@ -21,7 +21,8 @@ MODEL = dataclasses.replace(tiny.MODEL, vocab_size=320, pattern="K", num_layers=
 def options(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny.json"
     path.write_text(json.dumps(dataclasses.asdict(MODEL)))
-    return [f"--model={path}", "--mesh=pipe=2,expert=2", "--global-batch=16", "--seq-len=24", "--microbatches=8"]
+    sizes = ["--mesh=pipe=2,expert=2", "--global-batch=16", "--seq-len=24", "--microbatches=8"]
+    return [f"--model={path}", "--schedule=1f1b", *sizes]  # which auto would choose, after some tracing
 
 
 def said(capsys, *argv):
@@ -66,7 +67,7 @@ def test_a_plan_fits_its_budget_is_saved_and_gives_the_option_of_train(options, 
     option = re.search(r"^--activations=(.*)$", text, re.M)[1]
     assert ActivationPolicy.parse(option) == ActivationPolicy.parse(plan.activations)
     assert f"reserved on every rank for the whole step: {in_bytes(plan.reserved)} on the device" in text
-    assert "more than the budget" not in text
+    assert "more than the budget" not in text and "\n--schedule=1f1b\n" in text
     loaded = said(capsys, "activations", *options, f"--load={file}")
     assert loaded == text
 
@@ -85,8 +86,11 @@ def test_a_schedule_is_compared_printed_and_drawn(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_memory_is_listed_by_purpose(options, capsys):
-    text = said(capsys, "memory", *options, "--dtype=bfloat16", "--activations=kda.*=quantize")
+def test_memory_is_listed_by_purpose(options, capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("experiments.plan.memory.compiled_temporaries", lambda step: compiled.append(step) or 3 * 2**20)
+    text = said(capsys, "memory", *options, "--dtype=bfloat16", "--activations=kda.*=quantize", "--compile")
+    assert compiled[0].mesh.devices.size == 4 and "XLA sets aside 3.0 MiB" in text
     sizes = column(text, ["bytes for", "place", "allocated", "in use, most", "in use, mean"], "allocated")
     assert list(sizes) == [
         *("parameters", "optimizer state", "parameters in bfloat16", "gradients", "mailbox"),

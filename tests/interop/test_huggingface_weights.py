@@ -21,7 +21,8 @@ from meshes import MeshSpec
 
 def form_of(config, mesh="data=1"):
     spec = MeshSpec.parse(mesh)
-    step = StepConfig(model=config, microbatches=spec.pipe, global_batch=spec.pipe * spec.expert * spec.data)
+    batch = dict(microbatches=spec.pipe, global_batch=spec.pipe * spec.expert * spec.data)
+    step = StepConfig(model=config, schedule="interleaved_1f1b", **batch)
     return weights_form(TrainStep(step, spec.build(jax.devices()[: spec.num_devices])))
 
 

@@ -4,8 +4,10 @@ import re
 
 import jax
 import pytest
+import test_histories as rows
 import test_pipeline as toy
 
+from k3jax.parallel.relay import Relay
 from k3jax.parallel.schedules import build
 from meshes import MeshSpec
 
@@ -25,3 +27,14 @@ def test_offloading_compiles_for_gpus_and_uses_host_memory(absent_gpus, monkeypa
     assert re.search(r"S\(5\)", compiled[policy].as_text()), "a buffer in host memory"
     assert offloaded.host_temp_size_in_bytes > 0 == kept.host_temp_size_in_bytes
     assert offloaded.temp_size_in_bytes < kept.temp_size_in_bytes
+
+
+def test_permutes_of_rows_name_their_senders(absent_gpus, monkeypatch):
+    """Each level of each load is a permute of its own; two replicas send side by side."""
+    monkeypatch.setattr(MeshSpec, "build", lambda self, of=None, build=MeshSpec.build: build(self, absent_gpus))
+    schedule, appended = build("interleaved_1f1b", stages=4, virtual=2, microbatches=6), (1, 0, 1, 0, 1, 0, 0, 1)
+    arguments = jax.eval_shape(lambda: (rows.toy_params(8), *toy.toy_tokens(6, 2)))
+    text = rows.executed(schedule, appended).lower(*arguments).compile().as_text()
+    senders = {pairs.count("},{") + 1 for pairs in re.findall(r"source_target_pairs=\{(\{.*?\})\}", text)}
+    loads = [load for of_way in Relay(schedule, appended).loads for load in of_way.tolist()]
+    assert senders >= {2 * sum(n > row for n in load) for load in loads for row in range(max(load))}

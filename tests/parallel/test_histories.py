@@ -175,12 +175,12 @@ def test_a_slot_of_another_microbatch_is_noticed_when_it_runs(monkeypatch, colum
     assert executed(schedule, (1, 1, 1, 0))(toy_params(4), ids, targets)[1] > 0
 
 
-def permuted_rows(jaxpr) -> list[tuple[int, ...]]:
-    """Shapes of all permutes' operands."""
+def permuted_rows(jaxpr) -> list[tuple[tuple[int, ...], int]]:
+    """Shapes of all permutes' operands, and from how many stages they are sent."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ppermute":
-            found.append(eqn.invars[0].aval.shape)
+            found.append((eqn.invars[0].aval.shape, len(eqn.params["perm"])))
         for value in eqn.params.values():
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(item, "jaxpr", item)
@@ -189,13 +189,14 @@ def permuted_rows(jaxpr) -> list[tuple[int, ...]]:
 
 
 def test_the_program_moves_as_many_rows_as_the_count_says():
-    """A permute for each number of rows that travels in some tick, and which of them runs is a column: never all rows."""
+    """A branch for each load, and which of them runs is a column: only what is lacking is sent, by those who send it."""
     schedule, appended = build("interleaved_1f1b", stages=4, virtual=2, microbatches=6), (1, 0, 1, 0, 1, 0, 0, 1)
     ids, targets = toy.toy_tokens(6, 2)
     jaxpr = jax.make_jaxpr(executed(schedule, appended))(toy_params(8), ids, targets).jaxpr
-    shapes = [shape for shape in permuted_rows(jaxpr) if len(shape) == 3]
+    permuted = [(shape[0], senders) for shape, senders in permuted_rows(jaxpr) if len(shape) == 3]
     relay = Relay(schedule, appended)
-    counts = [set(relay.columns["travelling"][:, way].tolist()) - {0} for way in (0, 1)]
-    assert sorted(shape[0] for shape in shapes) == sorted([*counts[0], *counts[1]])
-    assert max(shape[0] for shape in shapes) == relay.room < relay.num_rows
-    assert relay.traffic(1).moved == 4 * int(relay.columns["travelling"].sum())
+    of_load = lambda load: [(1, sum(n > row for n in load)) for row in range(max(load))]
+    rows = [pair for loads in relay.loads for load in loads.tolist() for pair in of_load(load)]
+    assert sorted(pair for n, senders in permuted for pair in [(1, senders)] * n) == sorted(rows)
+    assert sum(n * senders for n, senders in permuted) == sum(loads.sum() for loads in relay.loads)
+    assert max(loads.max() for loads in relay.loads) == relay.room < relay.num_rows

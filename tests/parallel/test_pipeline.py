@@ -15,6 +15,7 @@ from k3jax.activations import stores
 from k3jax.activations.hosting import host
 from k3jax.activations.parking import park
 from k3jax.activations.policy import ActivationPolicy
+from k3jax.activations.residency import reserved
 from k3jax.parallel import pipeline
 from k3jax.parallel.reports import Report
 from k3jax.parallel.schedules import BACKWARD, FORWARD, NAMES, RECIPES, UP, build, forward_only
@@ -244,18 +245,18 @@ def test_what_waits_in_host_memory_is_what_the_plan_says():
 
 
 def test_parking_brings_down_what_the_compiled_program_holds(monkeypatch):
-    """The fullest rank decides: eleven slots become nine, a spare one, and buffers for what is under way."""
+    """By the slots that the fullest rank saves, 15 − 9, but for the one content that is in hand when it is sent."""
     monkeypatch.setattr(sys.modules[__name__], "T", 128)
-    spec, schedule = MeshSpec.parse("pipe=4"), build("interleaved_1f1b", stages=4, virtual=2, microbatches=16)
+    spec, schedule = MeshSpec.parse("pipe=8"), build("1f1b", stages=8, microbatches=16)
     arguments = toy_params(8), *toy_tokens(16, 1)
-
-    def temp(policy):
-        compiled = executed(spec, schedule, policy).lower(*arguments).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    plan = park(schedule, FORWARD, BACKWARD)
-    print(temp("*=keep") / (3 * T * D * 4), temp("*=remote-offload") / (3 * T * D * 4), plan.num_slots)
-    assert temp("*=remote-offload") < temp("*=keep")
+    slots, temporaries = {}, {}
+    for storage in ("keep", "remote-offload"):
+        compiled = executed(spec, schedule, f"*={storage}").lower(*arguments).compile()
+        temporaries[storage] = compiled.memory_analysis().temp_size_in_bytes
+        slots[storage] = reserved(schedule, FORWARD, BACKWARD, storage).device
+    content = 3 * T * D * 4  # the toy chunk's leaves
+    fall, saved = (of["keep"] - of["remote-offload"] for of in (temporaries, slots))
+    assert saved == 6 and fall == pytest.approx(saved * content, abs=content)
 
 
 # ---- injected faults -------------------------------------------------------------------------------------------------

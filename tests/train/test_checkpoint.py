@@ -29,7 +29,7 @@ MODEL = ModelConfig(
     num_experts=4, experts_per_token=2, shared_experts=1, expert_width=3, latent_size=4, attn_res_block=2,
     balance_bins=8,
 )  # fmt: skip
-CONFIG = StepConfig(model=MODEL, global_batch=16, seq_len=8, microbatches=2)
+CONFIG = StepConfig(model=MODEL, global_batch=16, seq_len=8, microbatches=2, schedule="interleaved_1f1b")
 SAVED_ON = ("data=2,pipe=2,expert=2", 1)
 EXTRA = {"position": 12345678901, "fingerprint": "ab12", "order": [3, 1, 2]}
 

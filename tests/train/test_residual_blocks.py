@@ -63,6 +63,7 @@ def test_gradients_equal_plain_autodiff_and_no_slot_is_copied(mesh, virtual, sch
     assert f"f32[{slots},{','.join(map(str, shape))}]" in hlo, "the slots are found by their shape"
     copies = rules.loop_copies(hlo)
     assert not [c for c in copies if c in ((slots, *shape), (slots * shape[0], *shape[1:]))], copies
+    rules.check_that_the_loop_copies_no_store_and_no_sum(step, hlo)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def trained(mesh: str, virtual: int = 1, steps: int = 5) -> tuple[list[float], l
     return losses, norms, logits
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[1]])
 def test_raw_gradients_equal_plain_autodiff(mesh):
     """Per parameter, before clipping and optimizer: adaptive optimizers hide factors of two."""
     virtual = 2 if mesh == MESHES[1] else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from k3jax.parallel.schedules.build import NAMES, RECIPES, build
 from k3jax.parallel.schedules.table import Schedule
@@ -14,33 +15,34 @@ def candidates(stages: int, virtual: int, microbatches: int, names: Iterable[str
     return [build(name, stages=stages, virtual=virtual, microbatches=microbatches) for name in made_for]
 
 
-def best(
-    stages: int,
-    virtual: int,
-    microbatches: int,
-    fits: Callable[[Schedule], bool],
+def ranked(
+    tables: Iterable[Schedule],
     *,
     forward: int | float = 1.0,
     backward: int | float = 2.0,
     weight: int | float | None = None,
-) -> Schedule:
-    """The table of least time in lock-step for which `fits` holds; of equal ones that which holds fewest activations.
+) -> list[tuple[float, Schedule]]:
+    """Bubbles in lock-step with their tables, the least first; of equal ones that which holds fewest activations.
 
-    forward, backward, weight: as of `Schedule.bubble_fraction`; all tables do the same work, so the least bubble is the
-    least time. `fits` may be costly: the fastest is asked first. Raises ValueError if none fits, or a count is below 1.
+    forward, backward, weight: as of `Schedule.bubble_fraction`; tables for equally many chunks and microbatches do the same
+    work, so the least bubble is the least time.
     """
 
-    def order(schedule: Schedule) -> tuple[float, int]:
+    def bubble(schedule: Schedule) -> float:
         part = weight if len(schedule.kinds) == 3 else None
-        bubble = schedule.bubble_fraction(forward, backward, part, lockstep=True)
-        return round(bubble, 12), int(schedule.in_flight().max())
+        return round(schedule.bubble_fraction(forward, backward, part, lockstep=True), 12)
 
-    found = sorted(candidates(stages, virtual, microbatches), key=order)
+    return sorted(((bubble(s), s) for s in tables), key=lambda pair: (pair[0], pair[1].in_flight().max()))
+
+
+def best(tables: Iterable[Schedule], fits: Callable[[Schedule], bool], **times: Any) -> Schedule:
+    """The first of `ranked`, which takes the times, for which `fits` holds. Raises ValueError if there is none.
+
+    `fits` may be costly: the fastest table is asked first.
+    """
+    found = [schedule for _, schedule in ranked(tables, **times)]
     for schedule in found:
         if fits(schedule):
             return schedule
     tried = ", ".join(f"{s.name} ({s.in_flight().max()} in flight)" for s in found)
-    raise ValueError(
-        f"no schedule fits stages={stages}, virtual={virtual}, microbatches={microbatches}: tried {tried}; "
-        "recompute or offload more, or make microbatches smaller"
-    )
+    raise ValueError(f"no schedule fits: tried {tried}; recompute or offload more, or make microbatches smaller")

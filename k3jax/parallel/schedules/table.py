@@ -78,6 +78,11 @@ class Schedule:
         return self.stage_of(self.chunks - 1)
 
     @property
+    def mixes(self) -> bool:
+        """Whether any row holds operations of several kinds, so that it lasts as long as the longest of them."""
+        return any(len(set(row) - {IDLE}) > 1 for row in self.table[:, :, 0].tolist())
+
+    @property
     def moves(self) -> Bool[np.ndarray, "ticks 3"]:
         """Whether any message arrives by a route, in each tick."""
         return np.any(self.arrivals >= 0, axis=1)

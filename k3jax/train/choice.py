@@ -1,0 +1,101 @@
+"""The schedule of a step that is not told which: the fastest in lock-step that fits into a device's memory.
+
+How long a table takes depends on its operations where a row mixes kinds: it lasts as long as the longest. So they are
+counted, in the chunk that the step will run, under its policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from k3jax.activations.flops import flops
+from k3jax.parallel import pipeline
+from k3jax.parallel.schedules import Schedule, best, ranked
+from k3jax.train.config import StepConfig
+from k3jax.train.devices import memory_limit, shape_of
+from k3jax.train.memory import memory
+from k3jax.train.plan import in_bytes
+from k3jax.train.step import TrainStep
+
+WORKSPACE = 0.1
+"""Share of a device's memory that no prediction may take: what operations need while they run is not in it."""
+
+
+class Choice(NamedTuple):
+    schedule: Schedule
+    why: str
+
+
+class Times(NamedTuple):
+    """Of one chunk's operations, in any one unit; the defaults for tables in which they make no difference."""
+
+    forward: int | float = 1.0
+    backward: int | float = 2.0
+    """The whole of it."""
+    weight: int | float | None = None
+    """The part of it that weight gradients take."""
+
+    def __str__(self) -> str:
+        weight = self.backward / 2 if self.weight is None else self.weight
+        shares = (self.backward - weight) / self.forward, weight / self.forward
+        return f"products of F : B : W as 1 : {shares[0]:.2f} : {shares[1]:.2f}"
+
+
+def choose(config: StepConfig, mesh: Mesh | AbstractMesh) -> Choice:
+    """Of the tables made for the step's virtual stages; traces the step, compiles nothing.
+
+    Raises ValueError if none fits. A mesh that does not say how much memory its devices have limits nothing: CPU, and one
+    without devices. Devices of a mesh are taken to be alike.
+    """
+    tables = config.tables(shape_of(mesh))
+    step_of = lambda schedule: TrainStep(dataclasses.replace(config, schedule=schedule.name), mesh)
+    mixed = any(table.mixes for table in tables)
+    times = counted(step_of(tables[0])) if mixed else Times()
+    limit, needed = memory_limit(mesh), {}
+
+    def fits(schedule: Schedule) -> bool:
+        if limit is None:
+            return True
+        needed[schedule.name] = sum(part.reserved for part in memory(step_of(schedule)) if part.place == "device")
+        return needed[schedule.name] <= (1 - WORKSPACE) * limit
+
+    try:
+        schedule = best(tables, fits, **times._asdict())
+    except ValueError as none:
+        takes = ", ".join(f"{name} {in_bytes(size)}" for name, size in needed.items())
+        raise ValueError(f"{none}; of {in_bytes(limit or 0)} on a device, {WORKSPACE:.0%} kept free: {takes}") from None
+    bubbles = {table.name: bubble for bubble, table in ranked(tables, **times._asdict())}
+    others = ", ".join(f"{name} {bubble:.3f}" for name, bubble in bubbles.items() if name != schedule.name)
+    why = [f"bubble in lock-step {bubbles[schedule.name]:.3f}" + (f", of others {others}" if others else "")]
+    why += [str(times)] if mixed else []
+    if limit is None:
+        why.append("nothing limits memory: no device says how much it has")
+    else:
+        why.append(f"{in_bytes(needed.pop(schedule.name))} of {in_bytes(limit)} predicted")
+        why += [f"{name} would take {in_bytes(size)}" for name, size in needed.items()]
+    return Choice(schedule, "; ".join(why))
+
+
+def counted(step: TrainStep) -> Times:
+    """Operations of the matrix products in one chunk's forward and backward."""
+
+    def trace(program: pipeline.Program, params: Any) -> Times:
+        example, _ = pipeline.example_of(step.resolved.schedule, program, params)
+
+        def operations(weights, stream, extras):
+            run = lambda w, x: program.chunk(w, x, extras)
+            made, pull, _ = jax.vjp(run, weights, stream, has_aux=True)
+            d_weights, d_stream = pull(made)
+            return made, d_stream, d_weights
+
+        closed, shapes = jax.make_jaxpr(operations, return_shape=True)(*example)
+        ends = np.cumsum([len(jax.tree.leaves(shape)) for shape in shapes])
+        forward, to_stream, everything = (flops(closed.jaxpr, range(end)) for end in ends)
+        return Times(forward, everything - forward, everything - to_stream)
+
+    return step.on_one_rank(trace)

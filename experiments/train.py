@@ -87,7 +87,7 @@ def train(options: Options) -> None:
 
 
 def show_plan(options: Options, run: Run) -> None:
-    from k3jax.train.plan import parameter_table, plan, table
+    from k3jax.train.plan import ownership_table, parameter_table, plan, table
 
     resolved = dataclasses.replace(options, mesh=str(run.spec), workdir=str(run.workdir))
     text = " ".join(as_options(resolved))
@@ -95,7 +95,8 @@ def show_plan(options: Options, run: Run) -> None:
     data = [("data", run.corpus.describe()), ("unigram entropy", f"{run.unigram_entropy:.4f} nats")]
     print(table([*plan(run.train_step), *data]), flush=True)
     if options.dry_run:
-        print(f"\n{parameter_table(run.train_step)}", flush=True)
+        for listed in (parameter_table(run.train_step), ownership_table(run.train_step)):
+            print(f"\n{listed}" if listed else "", flush=True)
 
 
 def as_options(config: Any, prefix: str = "--") -> list[str]:

@@ -19,6 +19,8 @@
 # at heads as matrices of their own, at the size of updates, and at QK-clip, which caps attention logits in the weights.
 
 # %%
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -26,6 +28,12 @@ import numpy as np
 import optax
 
 from k3jax.optim import Group, group_table, muon, newton_schulz_flops, orthogonalize, parameter_groups, qk_clip
+from k3jax.parallel.matrices import work
+from k3jax.train.config import StepConfig
+from k3jax.train.devices import abstract_mesh
+from k3jax.train.plan import ownership_table
+from k3jax.train.step import TrainStep
+from meshes import MeshSpec
 
 normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
 singular = lambda x: np.linalg.svd(np.asarray(x), compute_uv=False)
@@ -135,10 +143,24 @@ for name, rows, columns in (("square", 64, 64), ("a head of K3", 7168, 128), ("a
 # %% [markdown]
 # ## Who computes: owners
 #
-# With replicas, each matrix is orthogonalised by one of them.
+# With `--zero=1` the elements of every matrix are shared out over its replicas. To orthogonalise it, one of them fetches the
+# slices that it lacks and sends back what others own. Of which matrices that is who, `experiments.train --dry-run` prints; here
+# for a small model on eight ranks, four of which hold the same experts.
 
-# %% tags=["ownership"]
-# The table of owners goes here.
+# %%
+step = TrainStep(StepConfig(zero=1), abstract_mesh(MeshSpec.parse("data=4,expert=2")))
+print(ownership_table(step))
+
+# %% [markdown]
+# The work of each rank, min(m, n)² · max(m, n) summed over its matrices. Shapes of fewer matrices than owners begin with
+# different ranks; if all began with the first, it would have the most.
+
+# %%
+deals = list(step.masters.deals.values())
+in_order = [dataclasses.replace(deal, first=0) for deal in deals]
+for name, each in (("spread", deals), ("all from the first rank on", in_order)):
+    load = work(each).ravel()
+    print(f"{name:27} {' '.join(f'{x / load.mean():5.2f}' for x in load)}  of the mean")
 
 # %% [markdown]
 # ## QK-clip

@@ -12,16 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from k3jax.optim.groups import Path, path_name
 
 
-def qk_clip(
-    threshold: float = 100.0, *, powers: Mapping[str, float | np.ndarray]
-) -> optax.GradientTransformationExtraArgs:
+def qk_clip(threshold: float = 100.0, *, powers: Mapping[str, ArrayLike]) -> optax.GradientTransformationExtraArgs:
     """Weights after the step times γ to a power, where γ = threshold / max(S, threshold) and S is a head's largest logit.
 
     Last in a chain: `update(updates, state, params, max_logits=…)` changes the updates so that params + updates are the

@@ -80,6 +80,12 @@ class Deal:
         return math.ceil(math.ceil(self.matrices / self.owners) / self.rounds)
 
     @property
+    def bytes_sent(self) -> float:
+        """By a rank, float32, to owners and back; padding too."""
+        slices = (self.rounds + (self.rounds > 1)) * self.owners * self.per_round * self.like.owned
+        return 2 * 4 * slices * (1 - 1 / self.owners)
+
+    @property
     def held(self) -> np.ndarray:
         """Matrices of each owner, padding left out; [data, pipe, expert, context], 1 for axes that do not matter."""
         place = np.arange(self.slots * self.owners).reshape(self.slots, self.owners) - self.first

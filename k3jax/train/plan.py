@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from k3jax.optim.groups import group_table, is_group, parameter_groups
+from k3jax.optim import group_table, newton_schulz_flops
+from k3jax.parallel.matrices import work
 from k3jax.parallel.relay import Relay
 from k3jax.parallel.zero import BUFFERS, bytes_per_parameter
 from k3jax.parameters import count, count_by_group
@@ -92,10 +93,31 @@ def _parameters(step: TrainStep) -> Rows:
 
 def parameter_table(step: TrainStep) -> str:
     """Every parameter of the state, inactive slots included: shape, optimizer, matrices, decay."""
-    groups = parameter_groups(step.state_shapes.params)
-    if step.config.optimizer == "adamw":
-        groups = jax.tree.map(lambda group: group._replace(optimizer="adamw"), groups, is_leaf=is_group)
-    return group_table(step.state_shapes.params, groups)
+    return group_table(jax.eval_shape(step.init_params), step.masters.groups)
+
+
+def ownership_table(step: TrainStep) -> str:
+    """Who orthogonalises what, a line for matrices of one shape, then what that comes to; empty without owners of matrices."""
+    dealt = step.masters.deals if step.masters.owners else {}
+    if not dealt:
+        return ""
+    rows = [("matrices", "of", "owners", "most on one", "rounds", "operations on it", "bytes it sends", "parameters")]
+    for names, deal in dealt.items():
+        most = int(deal.held.max())
+        operations = short(most * newton_schulz_flops(*deal.shape))
+        sent = in_bytes(round(deal.bytes_sent))
+        size = "x".join(map(str, deal.shape))
+        numbers = (str(deal.matrices), size, str(deal.owners), str(most), str(deal.rounds), operations, sent)
+        rows.append((*numbers, ", ".join(names)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    load = work(list(dealt.values()))
+    each = bytes_per_rank(step.state_shapes.master, step.state_shardings.master)
+    lines.append(
+        f"every rank owns {in_bytes(each)} of master weights; the busiest orthogonalises {load.max() / load.mean():.2f} times "
+        "the mean"
+    )
+    return "\n".join(lines)
 
 
 def _gradients(step: TrainStep) -> Rows:

@@ -53,7 +53,7 @@ figure, panels = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
 panels[0].semilogy(before / np.linalg.norm(before), label="gradient / its norm")
 for steps in (1, 3, 5):
     panels[0].semilogy(singular(orthogonalize(gradient, steps)), label=f"after {steps} step{'s' * (steps > 1)}")
-panels[0].set(xlabel="singular value, by size", title="one matrix")
+panels[0].set(xlabel="singular value, by size", title="one matrix", ylim=(1e-4, 2))
 panels[0].legend()
 start = np.logspace(-4, 0, 400)
 after = start

@@ -65,9 +65,9 @@ def train(options: Options) -> None:
     from k3jax.train.run import Run, StepFailedError
     from k3jax.train.signals import stop_on_signals
 
-    use_compilation_cache()
     with refused(PROG):
         run = Run(options, planning=options.dry_run)
+    use_compilation_cache(run.spec.num_devices)
     show_plan(options, run)
     show_start(run)
     if options.dry_run or run.finished:

@@ -6,7 +6,6 @@ import random
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from runs import MODEL, config_for, options_for, train
 
 from k3jax.train.run import Run
@@ -14,18 +13,14 @@ from k3jax.train.run import Run
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """One directory of compiled programs for this process and those that it starts."""
-    directory = tmp_path_factory.mktemp("compiled")
-    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
-    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    """Runs in this process share what they compile; processes that are started have a directory for that."""
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
     with pytest.MonkeyPatch.context() as patch:
         share_compiled(patch)
-        yield directory
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("compiled")))
+        yield
+    jax.config.update("jax_enable_compilation_cache", enabled)
 
 
 def share_compiled(patch):

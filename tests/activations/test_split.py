@@ -333,7 +333,9 @@ def held(parts, chunk) -> int:
     return parts.crossing_bytes + sum(chunk.bytes[i] for i in parts.after_reads if not chunk.free[i])
 
 
-@pytest.mark.parametrize("policy", [pytest.param("*=keep", marks=pytest.mark.slow), "*=recompute"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("*=keep", marks=pytest.mark.slow), pytest.param("*=recompute", marks=pytest.mark.slow)]
+)
 def test_split_of_the_models_chunk_is_exact_and_repeats_no_product(policy):
     """In products of the jaxpr, and in all FLOPs of the compiled programs, what cheap equations repeat included."""
     chunk = chunk_backward(policy)

@@ -54,7 +54,7 @@ BAD = [
     (["--mesh=data=-1,pipe=-1"], ["second -1"]),
     (["--me=data=2"], ["unknown option '--me=data=2'", "--mesh"]),
     (["--stepz=10"], ["unknown option '--stepz=10'", "--steps"]),
-    (["--zero=1"], ["'1'", "--zero", "'0', '2'"]),
+    (["--zero=3"], ["'3'", "--zero", "'0', '1', '2'"]),
     (["--workdir=new", "--resume", "False"], ["'False'", "switch"]),
     (["--mesh=pipe=4", "--model.num-layers=3"], ["pipe=4", "3 layers", "make 3"]),
     (["--schedule=1f1b", "--virtual=2"], ["1f1b", "virtual=2", "interleaved_1f1b"]),

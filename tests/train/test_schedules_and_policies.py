@@ -51,7 +51,7 @@ def check_equal(case, reference):
 
 CASES = [
     pytest.param(("pipe=2,expert=2", "interleaved_1f1b", 2, MIXED), marks=pytest.mark.slow),
-    ("pipe=2,expert=2", "zb1p", 1, "*=keep"),
+    pytest.param(("pipe=2,expert=2", "zb1p", 1, "*=keep"), marks=pytest.mark.slow),
     pytest.param(("pipe=2,context=2", "zbv", 2, MIXED), marks=pytest.mark.slow),
 ]
 

@@ -39,15 +39,8 @@ def rare_targets(mesh: str, last: int) -> tuple[float, dict[str, np.ndarray]]:
     return float(out.loss), tiny.by_layer(SMALL, step.layout, out.grads)
 
 
-@pytest.mark.parametrize(
-    "mesh, last",
-    [
-        ("context=4", 0),
-        ("context=4", 7),
-        pytest.param("context=2", 0, marks=pytest.mark.slow),
-        pytest.param("data=2", 7, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "last"), [("context=4", 0), ("context=4", 7), ("context=2", 0), ("data=2", 7)])
 def test_loss_and_gradients_divide_by_the_global_count_of_targets(mesh, last):
     """Shards that divide by their own count give a half of the gradient, or a quarter, where targets are rare."""
     want_loss, want = rare_targets("data=1", last)

@@ -98,7 +98,7 @@ def parameter_table(step: TrainStep) -> str:
 
 def ownership_table(step: TrainStep) -> str:
     """Who orthogonalises what, a line for matrices of one shape, then what that comes to; empty without owners of matrices."""
-    dealt = step.masters.deals if step.masters.owners else {}
+    dealt = step.masters.deals
     if not dealt:
         return ""
     rows = [("matrices", "of", "owners", "most on one", "rounds", "operations on it", "bytes it sends", "parameters")]

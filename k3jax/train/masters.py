@@ -165,11 +165,7 @@ def groups_of(config: StepConfig, params: Tree) -> Tree:
 
 def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, masters: Masters) -> optax.GradientTransformation:
     """The configured optimizer of master weights that lie like `masters` says."""
+    how: Any = dict(weight_decay=config.weight_decay, mu_dtype=config.momentum_dtype, groups=masters.groups)
     if config.optimizer == "adamw":
-        return optim.adamw(learning_rate, weight_decay=config.weight_decay, groups=masters.groups)
-    return optim.muon(
-        learning_rate,
-        weight_decay=config.weight_decay,
-        groups=masters.groups,
-        orthogonalizer=masters.orthogonalizer,
-    )
+        return optim.adamw(learning_rate, **how)
+    return optim.muon(learning_rate, **how, orthogonalizer=masters.orthogonalizer)

@@ -148,7 +148,7 @@ def _each(config: StepConfig, replicas: int) -> str:
         virtual=config.virtual,
         # Float32 master weights that nobody shares out are also what is computed with.
         weight={"float32": 4 if config.zero else 0, "bfloat16": 2}[config.dtype],
-        moments={"muon": 4, "adamw": 8}[config.optimizer],
+        moments=jnp.dtype(config.momentum_dtype).itemsize + {"muon": 0, "adamw": 4}[config.optimizer],
     )
     on_host = f" and {held.host:.3g} in host memory" if held.host else ""
     return f"{held.device:.3g} on the device{on_host} with {replicas} replicas"

@@ -162,10 +162,10 @@ def test_bytes_that_travel_are_twice_those_of_the_weights(mesh):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas):
-    """bfloat16 weight, and float32 master weight and momentum of what a rank owns."""
-    step = even_step(f"data={replicas}", 1, abstract=True, dtype="bfloat16")
+@pytest.mark.parametrize("replicas, mu_dtype", [(2, "float32"), (4, "float32"), (8, "float32"), (4, "bfloat16")])
+def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas, mu_dtype):
+    """bfloat16 weight, and float32 master weight and momentum of what a rank owns; or six, with momentum in bfloat16."""
+    step = even_step(f"data={replicas}", 1, abstract=True, dtype="bfloat16", momentum_dtype=mu_dtype)
     state, lie = step.state_shapes, step.state_shardings
     groups = jax.tree.leaves(step.masters.groups, is_leaf=lambda x: hasattr(x, "matrix_axes"))
     muon = state.opt_state[0].inner_states["muon"].inner_state
@@ -180,12 +180,13 @@ def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas):
         held += a.dtype.itemsize * int(np.prod(s.shard_shape(a.shape)))
     for a, group in zip(jax.tree.leaves(state.params), groups, strict=True):
         elements += a.size * (group.optimizer == "muon")
+    shared = 4 + jnp.dtype(mu_dtype).itemsize
     # The router is computed with in float32.
-    assert held / elements == pytest.approx(2 + 8 / replicas, rel=0.05)
+    assert held / elements == pytest.approx(2 + shared / replicas, rel=0.05)
 
 
 def test_messages_run_beside_the_iteration_on_gpus(absent_gpus):
-    """Compiled for GPUs: between the start of an all-gather and its end stand products of Newton–Schulz."""
+    """Compiled for GPUs: between the start of a message and its end stand products of Newton–Schulz."""
     from experiments.bench.moe_overlap import messages
 
     model = dataclasses.replace(EVEN, hidden_size=256, q_lora_rank=128, kv_lora_rank=128, latent_size=128)

@@ -10,7 +10,7 @@ import jax
 from k3jax import model as lm
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Placement, placements
-from k3jax.optim.groups import Group, parameter_groups, path_name
+from k3jax.optim.groups import Group, is_group, parameter_groups, path_name
 
 STACKED_DIMS = {"K": 3, "M": 3, "dense": 1, "embed": 0, "head": 0}
 """Dims that the training state has in front of those of one layer; parameter groups are told by all dims."""
@@ -45,7 +45,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         part: jax.tree.map(lambda a, n=STACKED_DIMS[part]: jax.ShapeDtypeStruct((1,) * n + a.shape, a.dtype), tree)
         for part, tree in shapes.items()
     }
-    groups = jax.tree.leaves(parameter_groups(stacked), is_leaf=lambda x: isinstance(x, Group))
+    groups = jax.tree.leaves(parameter_groups(stacked), is_leaf=is_group)
     places = {part: placements(lm.abstract(config, part)) for part in parts}
     placed = jax.tree.leaves(places, is_leaf=lambda x: isinstance(x, Placement))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)

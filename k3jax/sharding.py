@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from k3jax import model
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Placement, placements
-from k3jax.optim import Group
+from k3jax.optim import Group, parameter_groups
 from k3jax.parallel.owners import Owners, replica_axes
 
 
@@ -49,19 +49,18 @@ def reduce_gradients(grads: Any, specs: Any) -> Any:
     return jax.tree.map(lambda g, spec: lax.psum(g, replica_axes(spec)), grads, specs)
 
 
-def owners_of(shapes: dict[str, Any], specs: dict[str, Any], groups: Any, sizes: dict[str, int]) -> dict[str, Any]:
-    """Who owns which elements of every parameter, a tree like them. groups: a tree of `Group`.
+def owners_of(shapes: dict[str, Any], specs: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """Who owns which elements of every parameter, a tree like them.
 
-    Each matrix of Muon is shared out by itself, and so is each layer's array of other parameters.
+    Each matrix that Muon takes is shared out by itself, under AdamW too: QK-clip tells heads apart. So is each layer's array
+    of other parameters.
     """
 
     def own(part: str, a: Any, spec: P, group: Group) -> Owners:
-        if group.matrix_axes not in ((), (-2, -1)):
-            raise ValueError(f"matrices of {a.shape} lie in axes {group.matrix_axes}: owners take the last two")
         stacked = {"chunks": 3, "dense": 1}.get(part, 0)
         return Owners(spec, a.shape, sizes, len(a.shape) - 2 if group.matrix_axes else stacked)
 
-    of = lambda part: functools.partial(own, part)
+    of, groups = lambda part: functools.partial(own, part), parameter_groups(shapes)
     return {part: jax.tree.map(of(part), tree, specs[part], groups[part]) for part, tree in shapes.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -39,7 +40,10 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
 
 
 def group_size(attributes: str) -> int | None:
-    """Ranks in a group, from `replica_groups={{0,1},{2,3}}` or `[groups,ranks]<=[…]`; None: all of them."""
+    """Ranks in a group, from `replica_groups={{0,1},{2,3}}`, `[groups,ranks]<=[…]` or `mesh['a'=2,'b'=4] {'b'}`; None: all."""
+    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
         return int(counted[1])
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
@@ -54,4 +58,12 @@ def bytes_of(dtype: str, dims: str) -> int:
 
 def received_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes that a rank gets from others."""
-    return round(sum(each.received_bytes for each in collectives(compiled)))
+    return sum(received_by_kind(compiled).values())
+
+
+def received_by_kind(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes that a rank gets from others, {kind of collective: bytes}."""
+    found: dict[str, float] = {}
+    for each in collectives(compiled):
+        found[each.kind] = found.get(each.kind, 0) + each.received_bytes
+    return {kind: round(size) for kind, size in sorted(found.items())}

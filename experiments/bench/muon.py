@@ -1,7 +1,8 @@
 """One step of the optimizer alone, over a model's parameters: Muon beside optax's Muon and AdamW.
 
 All programs in turns, on the same random parameters and gradients. Operations are those of matrix products on one rank;
-AdamW has none. Every Muon is compared with optax's.
+AdamW has none. Every Muon is compared with optax's. Over replicas, a step sums their gradients and brings whole updates to
+all. Fake CPU devices share the cores: there the time of replicas is that of all their work.
 """
 
 from __future__ import annotations
@@ -11,24 +12,30 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-import meshes
-from experiments.bench.collectives import received_bytes
+from experiments.bench.collectives import received_by_kind
 from experiments.bench.timing import in_turns, ratio
 from experiments.model_option import model_named
 from k3jax import optim
 from k3jax.activations.flops import flops
+from k3jax.optim.groups import is_group
+from k3jax.parallel.boxes import vary
 from k3jax.train.config import StepConfig
-from k3jax.train.devices import abstract_mesh
+from k3jax.train.devices import abstract_mesh, build_mesh
+from k3jax.train.masters import make_optimizer
 from k3jax.train.step import TrainStep
-from meshes.command_line import at_least, parse, refused
+from meshes import MeshSpec, require_devices
+from meshes.command_line import at_least, parse, refuse, refused
 
 PROG = "python -m experiments.bench muon"
 RATE = 0.01
@@ -44,40 +51,70 @@ class BenchMuon:
     """Of the model; it is as deep as that."""
     modes: tuple[str, ...] = ()
     """Of those that the table names; none: all."""
+    replicas: int = 4
+    """Ranks of the modes that have several."""
     rounds: int = 10
     """Every program runs once a round."""
     json: bool = False
     """One JSON object on stdout instead of a table."""
 
     def __post_init__(self) -> None:
-        at_least(1, self, "layers", "rounds")
+        at_least(1, self, "layers", "replicas", "rounds")
         unknown = set(self.modes) - set(MODES)
         if unknown:
             raise ValueError(f"--modes {sorted(unknown)}: choose of {', '.join(MODES)}")
 
     @property
-    def step(self) -> TrainStep:
-        """The training step on one device, for the shapes of its parameters."""
+    def shapes(self) -> Any:
+        """Of the model's parameters."""
+        return self.step(abstract_mesh(MeshSpec()), zero=0).state_shapes.params
+
+    def step(self, mesh: Mesh | AbstractMesh, zero: Literal[0, 1]) -> TrainStep:
+        """The training step, for its parameters and who owns them."""
         model = dataclasses.replace(model_named(self.model), num_layers=self.layers)
-        return TrainStep(StepConfig(model=model, microbatches=1), abstract_mesh(meshes.MeshSpec()))
+        batch = 2 * mesh.shape["data"]
+        return TrainStep(StepConfig(model, batch, microbatches=1, zero=zero, weight_decay=0.0), mesh)
 
 
 class Program(NamedTuple):
-    """One way to make a step: (gradients, state, params) -> (updates, state)."""
+    """One way to make a step: (gradients, state, weights) -> (whole updates, state)."""
 
     update: Callable[..., Any]
     gradients: Any
     state: Any
-    params: Any
+    weights: Any
     ranks: int = 1
-    whole: Callable[[Any], Any] = lambda updates: updates
-    """Its updates as one device has them."""
 
 
-def on_one_device(make: Callable[[Any], optax.GradientTransformation], params: Any, gradients: Any) -> Program:
-    """The step of one device, which is also that of every replica where nothing is sharded."""
+def on_one_device(
+    make: Callable[[Any], optax.GradientTransformation], config: BenchMuon, params: Any, gradients: Any
+) -> Program:
+    del config
     optimizer = make(params)
     return Program(optimizer.update, gradients, jax.jit(optimizer.init)(params), params)
+
+
+def on_replicas(zero: Literal[0, 1], config: BenchMuon, params: Any, gradients: Any) -> Program:
+    """With zero=0 optax's Muon, which every replica runs whole; with 1 ours, where owners hold weights and state."""
+    step = config.step(build_mesh(MeshSpec(data=config.replicas)), zero)
+    masters, everywhere = step.masters, NamedSharding(step.mesh, P())
+    optimizer = make_optimizer(step.config, lambda count: RATE, masters) if zero else optax_muon(params)
+    lie = step.state_shardings.opt_state if zero else everywhere
+    specs = jax.tree.map(lambda sharding: sharding.spec, lie)
+    reduce = jax.shard_map(
+        lambda gradients: masters.reduce_local(vary(gradients)),
+        mesh=step.mesh,
+        in_specs=(masters.param_specs,),
+        out_specs=masters.specs,
+    )
+
+    def update(gradients, state, weights):
+        updates, state = masters.update(optimizer, reduce(gradients), state, specs, weights, {})
+        return masters.gather(updates), state
+
+    params, gradients = jax.device_put((params, gradients), everywhere)
+    weights = jax.jit(masters.own)(params)
+    return Program(update, gradients, jax.jit(optimizer.init, out_shardings=lie)(weights), weights, config.replicas)
 
 
 def optax_muon(params: Any) -> optax.GradientTransformation:
@@ -88,16 +125,18 @@ def optax_muon(params: Any) -> optax.GradientTransformation:
         return optax.contrib.MuonDimensionNumbers(*axes) if axes else None
 
     groups = optim.parameter_groups(params)
-    numbers = jax.tree.map(dims, groups, params, is_leaf=lambda x: isinstance(x, optim.Group))
+    numbers = jax.tree.map(dims, groups, params, is_leaf=is_group)
     return optax.contrib.muon(RATE, consistent_rms=0.2, muon_weight_dimension_numbers=numbers)
 
 
-# Programs from (parameters, gradients), as one device has them.
-MODES: dict[str, Callable[[Any, Any], Program]] = {
+# Programs from parameters and gradients, as one device has them.
+MODES: dict[str, Callable[[BenchMuon, Any, Any], Program]] = {
     "adamw": functools.partial(on_one_device, lambda params: optim.adamw(RATE)),
     "optax muon": functools.partial(on_one_device, optax_muon),
     "muon": functools.partial(on_one_device, lambda params: optim.muon(RATE)),
     "muon, bf16": functools.partial(on_one_device, lambda params: optim.muon(RATE, mu_dtype=jnp.bfloat16)),
+    "optax muon, replicas": functools.partial(on_replicas, 0),
+    "muon, zero=1": functools.partial(on_replicas, 1),
 }
 
 
@@ -109,21 +148,21 @@ def random_like(shapes: Any, seed: int) -> Any:
 
 def bench(config: BenchMuon) -> list[dict[str, Any]]:
     """One record a mode."""
-    shapes = config.step.state_shapes.params
+    shapes = config.shapes
     params, gradients = jax.jit(random_like)(shapes, 0), jax.jit(random_like)(shapes, 1)
     names = config.modes or tuple(MODES)
-    programs = {name: MODES[name](params, gradients) for name in dict.fromkeys([*names, "adamw", "optax muon"])}
-    inputs = {name: (p.gradients, p.state, p.params) for name, p in programs.items()}
+    programs = {name: MODES[name](config, params, gradients) for name in dict.fromkeys([*names, "adamw", "optax muon"])}
+    inputs = {name: (p.gradients, p.state, p.weights) for name, p in programs.items()}
     traced = {name: jax.jit(p.update).trace(*inputs[name]) for name, p in programs.items()}
     compiled = {name: step.lower().compile() for name, step in traced.items()}
     runs = {name: functools.partial(run, *inputs[name]) for name, run in compiled.items()}
     seconds = in_turns(runs, config.rounds)
-    matrices = [g.optimizer == "muon" for g in jax.tree.leaves(optim.parameter_groups(shapes), is_leaf=optim_group)]
-    updates = {name: jax.tree.leaves(programs[name].whole(run()[0])) for name, run in runs.items()}
+    matrices = [g.optimizer == "muon" for g in jax.tree.leaves(optim.parameter_groups(shapes), is_leaf=is_group)]
+    updates = {name: jax.device_get(jax.tree.leaves(run()[0])) for name, run in runs.items()}
     records = []
     for name in names:
         pairs = zip(updates[name], updates["optax muon"], matrices, strict=True)
-        off = max(float(jnp.abs(a - b).max()) for a, b, matrix in pairs if matrix)
+        off = max(float(np.abs(a - b).max()) for a, b, matrix in pairs if matrix)
         records.append(
             {
                 "mode": name,
@@ -133,15 +172,11 @@ def bench(config: BenchMuon) -> list[dict[str, Any]]:
                 "time_of_optax_muon": ratio(seconds[name], seconds["optax muon"]),
                 "flops_per_rank": flops(traced[name].jaxpr.jaxpr),
                 "state_bytes_per_rank": bytes_on_a_rank(programs[name].state),
-                "received_bytes_per_rank": received_bytes(compiled[name]),
+                "received_bytes_per_rank": received_by_kind(compiled[name]),
                 "largest_difference_to_optax_muon": off if "muon" in name else None,
             }
         )
     return records
-
-
-def optim_group(x: Any) -> bool:
-    return isinstance(x, optim.Group)
 
 
 def bytes_on_a_rank(tree: Any) -> int:
@@ -154,8 +189,8 @@ def bytes_on_a_rank(tree: Any) -> int:
 
 
 def show(config: BenchMuon, records: list[dict[str, Any]]) -> None:
-    shapes = config.step.state_shapes.params
-    groups = jax.tree.leaves(optim.parameter_groups(shapes), is_leaf=optim_group)
+    shapes = config.shapes
+    groups = jax.tree.leaves(optim.parameter_groups(shapes), is_leaf=is_group)
     sizes = [(leaf.size, g.optimizer == "muon") for leaf, g in zip(jax.tree.leaves(shapes), groups, strict=True)]
     table = Table(
         title=f"{sum(n for n, _ in sizes):,} parameters, {sum(n for n, matrix in sizes if matrix):,} of them in matrices"
@@ -173,7 +208,7 @@ def show(config: BenchMuon, records: list[dict[str, Any]]) -> None:
             f"{r['time_of_optax_muon']:.2f}",
             f"{r['flops_per_rank'] / 1e9:.2f}",
             f"{r['state_bytes_per_rank'] / 1e6:.1f}",
-            f"{r['received_bytes_per_rank'] / 1e6:.1f}",
+            "\n".join(f"{size / 1e6:.1f} {kind}" for kind, size in r["received_bytes_per_rank"].items()),
             "" if off is None else f"{off:.1e}",
         )
     Console(width=max(120, Console().width)).print(table)
@@ -182,6 +217,10 @@ def show(config: BenchMuon, records: list[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run and print; exit 2 for options that cannot be."""
     config = parse(BenchMuon, argv, prog=PROG)
+    try:
+        require_devices(config.replicas)
+    except RuntimeError as failure:
+        refuse(PROG, failure)
     with refused(PROG):
         records = bench(config)
     if config.json:

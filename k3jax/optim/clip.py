@@ -79,5 +79,5 @@ def qk_clip(threshold: float = 100.0, *, powers: Mapping[str, ArrayLike]) -> opt
 
 def clip_factor(max_logits: jax.Array, threshold: float, power: ArrayLike) -> jax.Array:
     """What the weights of each head are multiplied by, [*heads, 1 or rows, 1 or columns]; 1 at or below the threshold."""
-    gamma = threshold / jnp.maximum(max_logits, threshold)
+    gamma = jnp.where(max_logits > threshold, threshold / max_logits, 1)  # also for a threshold of inf
     return gamma[..., None, None] ** jnp.asarray(power, gamma.dtype)

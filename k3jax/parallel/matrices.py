@@ -82,8 +82,8 @@ class Deal:
     @property
     def bytes_sent(self) -> float:
         """By a rank, float32, to owners and back; padding too."""
-        slices = (self.rounds + (self.rounds > 1)) * self.owners * self.per_round * self.like.owned
-        return 2 * 4 * slices * (1 - 1 / self.owners)
+        messages = 2 * self.rounds + (self.rounds > 1)  # where rounds overlap, the first that leaves is empty
+        return 4 * messages * self.owners * self.per_round * self.like.owned * (1 - 1 / self.owners)
 
     @property
     def held(self) -> np.ndarray:
@@ -102,9 +102,8 @@ class Deal:
         width = slices[0].shape[-1]
         after = self.slots * self.owners - self.first - self.matrices
         rows = jnp.pad(jnp.concatenate(slices), [(self.first, after), (0, 0)])
-        rounds = rows.reshape(self.rounds, self.per_round, self.owners, width).swapaxes(
-            1, 2
-        )  # neighbours to neighbours
+        # Neighbours go to neighbouring owners.
+        rounds = rows.reshape(self.rounds, self.per_round, self.owners, width).swapaxes(1, 2)
         rounds = vary(rounds.reshape(self.rounds, -1, width), self.axes)
 
         def turn(carry, arriving):
@@ -166,7 +165,7 @@ def deals(owners: Mapping[str, Owners], round_bytes: int = ROUND_BYTES) -> dict[
 def spread(deals: Sequence[Deal]) -> list[Deal]:
     """The same, with the owners of deals of fewer matrices than owners chosen so that work is spread.
 
-    Greedy, the largest matrices first: each deal goes to the neighbouring owners whose most loaded one has the least so far.
+    Greedy, the largest matrices first: each deal begins where the most loaded of all ranks then has the least.
     """
     result, load = list(deals), np.zeros(())
     for i in sorted(range(len(deals)), key=lambda i: (-cost(deals[i]), i)):

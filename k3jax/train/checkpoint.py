@@ -212,12 +212,14 @@ def check_config(manifest: dict[str, Any], config: StepConfig, *, weights_only: 
     if differing:
         values = ", ".join(f"{f} is {models[0].get(f)!r} there and {models[1].get(f)!r} here" for f in differing)
         raise ValueError(f"the checkpoint is of another model, {saved['model']['name']}: {values}")
-    there, mine = saved["config"]["optimizer"], here["config"]["optimizer"]
-    if there != mine and not weights_only:
-        raise ValueError(
-            f"the checkpoint's optimizer is {there}, this run's is {mine}: "
-            f"use --optimizer={there}, or start a new run from the weights alone with --init-from"
-        )
+    for field in ("optimizer", "momentum_dtype"):
+        mine = here["config"][field]
+        there = saved["config"].get(field, mine)  # a step that was saved before there was such a choice
+        if there != mine and not weights_only:
+            raise ValueError(
+                f"the checkpoint's {field} is {there}, this run's is {mine}: use --{field.replace('_', '-')}={there}, "
+                "or start a new run from the weights alone with --init-from"
+            )
 
 
 def check_arrays(saved: dict[str, Place | OwnedPlace], here: dict[str, Place | OwnedPlace]) -> None:

@@ -33,10 +33,12 @@ class StepConfig:
     virtual: int = 1
     """Virtual stages: chunks of layers on each pipeline stage."""
     zero: Literal[0, 1, 2] = 0
-    """What is sharded over replicas (data, expert, context): 0 nothing; 1 master weights and optimizer state, each matrix
-    whole on its owner; 2 gradients too: buffers for two chunks on the device, the sums over microbatches in host memory."""
+    """What is sharded over replicas (data, expert, context): 0 nothing; 1 master weights and optimizer state; 2 gradients too:
+    buffers for two chunks on the device, the sums over microbatches in host memory."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """muon keeps AdamW for what is not a matrix."""
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the stored average of gradients; bfloat16 halves it, and rounds it every step."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -52,7 +54,7 @@ class StepConfig:
     activations: str = "*=keep"
     """PATTERN=keep|recompute,…: which named activations are stored for backward; the first match decides."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; master weights and optimizer state are float32."""
+    """Compute dtype; master weights are float32."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
 

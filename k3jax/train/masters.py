@@ -1,8 +1,8 @@
 """Master weights and what is kept for each of their elements: whole on every replica, or with their owners (ZeRO).
 
 Master weights, gradients that are summed over replicas and the optimizer's state lie alike: `specs`. Without owners these are
-the parameters' own; with them (`k3jax.parallel.owners`) a replica has its own matrices and elements alone, and the weights
-to compute with are a copy in the compute dtype.
+the parameters' own; with them (`k3jax.parallel.owners`) a replica has the elements that it owns, and the weights to compute
+with are a copy in the compute dtype.
 
 S stages, V virtual chunks, J groups, H heads.
 """
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from k3jax import model as lm
 from k3jax import optim
 from k3jax.layers.mla import qk_powers
-from k3jax.optim.groups import path_name
+from k3jax.optim.groups import is_group, path_name
 from k3jax.optim.orthogonal import directed
 from k3jax.parallel.matrices import Deal, deals
 from k3jax.parallel.owners import Owners
@@ -43,7 +43,7 @@ class Masters:
         self.config, self.mesh = config, mesh
         self.param_specs = param_specs(config.model)
         self.groups = groups_of(config, shapes)
-        self.owners = owners_of(shapes, self.param_specs, self.groups, dict(mesh.shape)) if config.zero else None
+        self.owners = owners_of(shapes, self.param_specs, dict(mesh.shape)) if config.zero else None
         self.specs = jax.tree.map(lambda o: o.out_spec, self.owners) if self.owners else self.param_specs
 
     # ---- inside the step ------------------------------------------------------------------------------------------------
@@ -124,7 +124,9 @@ class Masters:
     @functools.cached_property
     def deals(self) -> dict[tuple[str, ...], Deal]:
         """Which rank orthogonalises which matrices, by the names of parameters; none without owners."""
-        groups = jax.tree.leaves(self.groups, is_leaf=lambda x: isinstance(x, optim.Group))
+        if not self.owners:
+            return {}
+        groups = jax.tree.leaves(self.groups, is_leaf=is_group)
         owners = jax.tree_util.tree_leaves_with_path(self.owners)
         return deals({path_name(path): o for (path, o), g in zip(owners, groups, strict=True) if g.matrix_axes})
 
@@ -158,17 +160,12 @@ def groups_of(config: StepConfig, params: Tree) -> Tree:
     groups = optim.parameter_groups(params)
     if config.optimizer == "muon":
         return groups
-    is_group = lambda x: isinstance(x, optim.Group)
     return jax.tree.map(lambda group: optim.Group("adamw", group.decay), groups, is_leaf=is_group)
 
 
 def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, masters: Masters) -> optax.GradientTransformation:
     """The configured optimizer of master weights that lie like `masters` says."""
+    how: Any = dict(weight_decay=config.weight_decay, mu_dtype=config.momentum_dtype, groups=masters.groups)
     if config.optimizer == "adamw":
-        return optim.adamw(learning_rate, weight_decay=config.weight_decay, groups=masters.groups)
-    return optim.muon(
-        learning_rate,
-        weight_decay=config.weight_decay,
-        groups=masters.groups,
-        orthogonalizer=masters.orthogonalizer,
-    )
+        return optim.adamw(learning_rate, **how)
+    return optim.muon(learning_rate, **how, orthogonalizer=masters.orthogonalizer)

@@ -98,7 +98,7 @@ def parameter_table(step: TrainStep) -> str:
 
 def ownership_table(step: TrainStep) -> str:
     """Who orthogonalises what, a line for matrices of one shape, then what that comes to; empty without owners of matrices."""
-    dealt = step.masters.deals if step.masters.owners else {}
+    dealt = step.masters.deals
     if not dealt:
         return ""
     rows = [("matrices", "of", "owners", "most on one", "rounds", "operations on it", "bytes it sends", "parameters")]
@@ -148,7 +148,7 @@ def _each(config: StepConfig, replicas: int) -> str:
         virtual=config.virtual,
         # Float32 master weights that nobody shares out are also what is computed with.
         weight={"float32": 4 if config.zero else 0, "bfloat16": 2}[config.dtype],
-        moments={"muon": 4, "adamw": 8}[config.optimizer],
+        moments=jnp.dtype(config.momentum_dtype).itemsize + {"muon": 0, "adamw": 4}[config.optimizer],
     )
     on_host = f" and {held.host:.3g} in host memory" if held.host else ""
     return f"{held.device:.3g} on the device{on_host} with {replicas} replicas"

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from k3jax.model import Batch
-from k3jax.optim import Group
+from k3jax.optim.groups import is_group
 from k3jax.train import data, inputs, workdir
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.devices import abstract_mesh, build_mesh, resolve_mesh
@@ -262,7 +262,7 @@ class Run:
 
     def _not_finite(self, grad_finite: np.ndarray) -> str:
         """Which parameters have a gradient that is not finite, and how they are trained."""
-        groups = jax.tree.leaves(self.train_step.masters.groups, is_leaf=lambda x: isinstance(x, Group))
+        groups = jax.tree.leaves(self.train_step.masters.groups, is_leaf=is_group)
         named = zip(self.train_step.param_names, groups, grad_finite, strict=True)
         bad = [f"{name} ({group.label})" for name, group, finite in named if not finite]
         if not bad:

@@ -1,6 +1,6 @@
 """The training step: gradients in one `shard_map` over (data, pipe, expert, context), then the optimizer.
 
-The optimizer works on whole logical arrays under jit, so any Optax transformation is right as it is.
+Where weights and optimizer state lie, and how the optimizer works on them, is in `k3jax.train.masters`.
 
 M microbatches, B local sequences of a microbatch, T local tokens. For S, V, J, P see `k3jax.parallel.layout`.
 """

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from experiments.bench import hf, kda, kda_gpu, moe, moe_overlap, muon
+from experiments.bench.collectives import group_size
 from k3jax.optim import group_table, newton_schulz_flops
 
 
@@ -167,16 +168,22 @@ def test_moe_mistakes_are_one_line(argv, said, capsys):
 
 
 def test_muon_benchmark_counts_the_iteration_and_compares_with_optax(capsys):
-    muon.main("--rounds=1 --json --model=nano --layers=1 --modes muon adamw".split())
-    ours, adamw = json.loads(capsys.readouterr().out)["records"]
-    groups = group_table(muon.BenchMuon(model="nano", layers=1).step.state_shapes.params)
+    options = ["--rounds=1", "--json", "--model=nano", "--layers=1", "--replicas=2"]
+    muon.main([*options, "--modes", "muon", "adamw", "muon, zero=1"])
+    ours, adamw, owned = json.loads(capsys.readouterr().out)["records"]
+    groups = group_table(muon.BenchMuon(model="nano", layers=1).shapes)
     matrices = re.findall(r"muon +(\d+) of (\d+)x(\d+) ", groups)
     assert len(matrices) > 10
     assert ours["flops_per_rank"] == sum(int(n) * newton_schulz_flops(int(a), int(b)) for n, a, b in matrices)
     assert adamw["flops_per_rank"] == 0 and adamw["largest_difference_to_optax_muon"] is None
-    assert ours["largest_difference_to_optax_muon"] < 1e-6 and ours["received_bytes_per_rank"] == 0
+    assert ours["largest_difference_to_optax_muon"] < 1e-6 and not ours["received_bytes_per_rank"]
     assert ours["state_bytes_per_rank"] < 0.7 * adamw["state_bytes_per_rank"]
     assert ours["time_of_adamw"] > 0 and ours["time_of_optax_muon"] > 0
+    assert owned["ranks"] == 2 and owned["largest_difference_to_optax_muon"] < 1e-6
+    # Of one layer some shapes have a single matrix, which cannot be halved.
+    for what in ("flops_per_rank", "state_bytes_per_rank"):
+        assert 0.5 * ours[what] <= owned[what] < 0.7 * ours[what]
+    assert set(owned["received_bytes_per_rank"]) == {"all-gather", "all-to-all", "reduce-scatter"}
 
 
 @pytest.mark.parametrize(
@@ -252,3 +259,17 @@ def test_overlap_mistakes_are_one_line(argv, said, capsys):
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "groups, ranks",
+    [
+        ("replica_groups={{0,1,4,5},{2,3,6,7}}, dimensions={4}", 4),
+        ("replica_groups=[2,4]<=[8], channel_id=1", 4),
+        ("replica_groups=mesh['data'=2,'pipe'=1,'expert'=2,'context'=2] {'data','context'}, dimensions={0}", 4),
+        ("channel_id=1", None),
+    ],
+)
+def test_ranks_of_a_collective_are_read_in_all_forms(groups, ranks):
+    assert group_size(groups) == ranks

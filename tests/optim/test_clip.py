@@ -143,6 +143,7 @@ def test_logits_up_to_the_threshold_change_nothing():
     maxima = jnp.array([100.0, 0.0, -3.0, -jnp.inf])
     np.testing.assert_array_equal(clip_factor(maxima, 100.0, 0.5), np.ones((4, 1, 1)))
     np.testing.assert_allclose(clip_factor(jnp.array([400.0]), 100.0, 0.5), 0.5)
+    np.testing.assert_array_equal(clip_factor(jnp.array([*maxima, jnp.inf]), jnp.inf, 0.5), np.ones((5, 1, 1)))
 
 
 @pytest.mark.quick

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.bench.moe_overlap import messages
 from k3jax.optim.orthogonal import directed
 from k3jax.parallel.matrices import Deal, cost, deals, work
 from k3jax.parallel.owners import Owners
+from k3jax.train.devices import compiler_options
 from meshes import AXES, MeshSpec
 
 MESH = MeshSpec.parse("data=2,pipe=2,expert=2")
@@ -127,3 +130,22 @@ def test_no_more_than_a_round_is_sent_at_once():
     jaxpr = jax.make_jaxpr(run)(jnp.zeros((1, 48, 64)))
     assert str(jaxpr).count("all_to_all[") == 5, "in: first and in each turn; out: in each turn and the last two"
     assert "length=3" in str(jaxpr)
+    sent = 4 + 5  # in each round, and the empty first turn
+    assert deal.bytes_sent == sent * 4 * 4 * 3 * 16 * 3 / 4, "float32, owners, matrices, slice, all but one's own"
+
+
+def test_a_round_is_orthogonalised_while_others_travel(absent_gpus):
+    """Compiled for GPUs: in the loop over rounds the next one arrives beside the iteration, after it one leaves beside the last.
+
+    XLA sends what leaves in the loop by itself.
+    """
+    each = {"w": owners((*STACK, None, None), 1, 1, 64, 256, 256, sizes=MeshSpec(data=8).sizes)}
+    (deal,) = deals(each, 2 * 4 * 256 * 256).values()
+    assert deal.rounds == 4
+    mesh, spec = MeshSpec(data=8).build(absent_gpus), P("pipe", None, deal.axes)
+    run = jax.shard_map(lambda x: deal.run(directed, [x[0]])[0][None], mesh=mesh, in_specs=spec, out_specs=spec)
+    slices = jax.ShapeDtypeStruct((1, 64, 256 * 256), jnp.float32, sharding=NamedSharding(mesh, spec))
+    compiled = jax.jit(run, compiler_options=compiler_options("gpu")).lower(slices).compile()
+    found = [m for m in messages(compiled.as_text()) if m.name.startswith("all-to-all")]
+    beside = [m.asynchronous and bool(m.beside.keys() - {"other"}) for m in found]
+    assert len(found) == 5 and any(beside[:2]) and any(beside[2:]), found

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from k3jax.parallel.owners import Owners
-from meshes import MeshSpec
+from meshes import AXES, MeshSpec
 
 MESH = "data=2,pipe=2,expert=2"
 CASES = {
@@ -49,3 +51,31 @@ def test_owners_get_the_sum_and_give_back_what_they_have(case):
     # No element lies twice: the parts are apart, and sum to what the whole sums to.
     assert len({str(shard.index) for shard in owned.addressable_shards}) == mesh.devices.size
     assert float(owned.sum()) == float(gathered.sum())
+
+
+sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3]) for axis in AXES})
+
+
+@pytest.mark.quick
+@settings(max_examples=25)
+@given(sizes, st.integers(0, 2), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 3))
+def test_every_element_has_one_owner(sizes, kept, shape, sharded):
+    """Over shapes and meshes: what the owners of a device's part have together is the part, once, and zeros.
+
+    Of the dims, up to two are kept, and at most one is sharded over expert.
+    """
+    kept = min(kept, len(shape))
+    spec = P(*("expert" if dim == sharded else None for dim in range(len(shape))))
+    whole = tuple(size * sizes["expert"] if dim == sharded else size for dim, size in enumerate(shape))
+    owners = Owners(spec, whole, sizes, kept)
+    assert owners.local == tuple(shape) and set(owners.axes) == set(AXES) - (
+        {"expert"} if sharded < len(shape) else set()
+    )
+    part = 1 + jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
+    own = owners.own
+    for axis in owners.axes:
+        own = jax.vmap(own, in_axes=None, out_axes=0, axis_name=axis, axis_size=sizes[axis])
+    held = np.asarray(jax.jit(own)(part))
+    assert held.shape[len(owners.axes) :] == (*shape[:kept], *[1] * len(owners.shards), owners.owned)
+    assert sorted(held[held != 0]) == list(range(1, 1 + part.size))
+    assert held.size * owners.elements == part.size * owners.padded

@@ -150,6 +150,9 @@ def test_weights_alone_serve_a_run_with_another_optimizer(saved):
     checkpoints = Checkpoints(directory, other)
     with pytest.raises(ValueError, match="optimizer is muon, this run's is adamw: use --optimizer=muon, or"):
         checkpoints.restore(2)
+    halved = Checkpoints(directory, train_step("data=1", momentum_dtype="bfloat16"))
+    with pytest.raises(ValueError, match="is float32, this run's is bfloat16: use --momentum-dtype=float32, or"):
+        halved.restore(2)
     weights = checkpoints.restore_weights(2)
     assert jax.tree.map(lambda leaf: leaf.sharding, weights.params) == other.state_shardings.params
     assert weights.master is None and weights.opt_state is None

@@ -5,6 +5,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -65,10 +66,42 @@ def test_five_steps_of_owners_equal_one_device():
         ("data=2,pipe=2,expert=2", 2, "M"),
         ("pipe=2,expert=2,context=2", 1, "KM"),
         ("context=2", 2, "M"),
+        ("data=1", 1, "M"),
     ],
 )
 def test_five_steps_of_owners_equal_one_device_on_every_mesh(mesh, zero, pattern):
     check_equal_to_one_device(mesh, zero, pattern)
+
+
+@pytest.mark.parametrize("q_lora_rank", [MODEL.q_lora_rank, None])
+def test_owners_clip_heads_under_adamw_too(q_lora_rank):
+    """MLA in two slots, of which each head of each layer has a largest logit of its own."""
+    model = dataclasses.replace(MODEL, q_lora_rank=q_lora_rank, pattern="MM", num_layers=6)
+    random = np.random.default_rng(0)
+    draw = lambda a: random.normal(size=a.shape).astype(np.float32)
+
+    def updates(step: TrainStep, params, grads, max_logits):
+        masters, specs = step.masters, jax.tree.map(lambda s: s.spec, step.state_shardings.opt_state)
+        held, grads = masters.own(params), masters.own(grads)
+        changed, _ = masters.update(step.optimizer, grads, step.optimizer.init(held), specs, held, max_logits)
+        return masters.gather(changed)
+
+    plain, owned = (
+        tiny.train_step("data=2,pipe=2,expert=2", STEP, model=model, optimizer="adamw", zero=zero) for zero in (0, 1)
+    )
+    shapes = jax.eval_shape(plain.init_params)
+    params, grads = (jax.tree.map(draw, shapes) for _ in range(2))
+    heads = *plain.layout.layer_table.shape[:3], model.num_heads
+    tops = {p: random.uniform(0, 2 * STEP.qk_clip, heads).astype(np.float32) for p in ("0", "1")}
+    of = lambda step: jax.jit(functools.partial(updates, step))
+    want, got = of(plain)(params, grads, tops), of(owned)(params, grads, tops)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
+    free = of(plain)(params, grads, {p: top * 0 for p, top in tops.items()})
+    query = "q_proj" if q_lora_rank is None else "q_up"
+    for p, top in tops.items():
+        for name in (query, "k_up"):
+            changed = want["chunks"][p]["attn"][name] != free["chunks"][p]["attn"][name]
+            np.testing.assert_array_equal(np.asarray(changed).any((-2, -1)), top > STEP.qk_clip)
 
 
 # ---- what is computed, sent and held ---------------------------------------------------------------------------------
@@ -129,10 +162,10 @@ def test_bytes_that_travel_are_twice_those_of_the_weights(mesh):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas):
-    """bfloat16 weight, and float32 master weight and momentum of what a rank owns."""
-    step = even_step(f"data={replicas}", 1, abstract=True, dtype="bfloat16")
+@pytest.mark.parametrize("replicas, mu_dtype", [(2, "float32"), (4, "float32"), (8, "float32"), (4, "bfloat16")])
+def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas, mu_dtype):
+    """bfloat16 weight, and float32 master weight and momentum of what a rank owns; or six, with momentum in bfloat16."""
+    step = even_step(f"data={replicas}", 1, abstract=True, dtype="bfloat16", momentum_dtype=mu_dtype)
     state, lie = step.state_shapes, step.state_shardings
     groups = jax.tree.leaves(step.masters.groups, is_leaf=lambda x: hasattr(x, "matrix_axes"))
     muon = state.opt_state[0].inner_states["muon"].inner_state
@@ -147,12 +180,13 @@ def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas):
         held += a.dtype.itemsize * int(np.prod(s.shard_shape(a.shape)))
     for a, group in zip(jax.tree.leaves(state.params), groups, strict=True):
         elements += a.size * (group.optimizer == "muon")
+    shared = 4 + jnp.dtype(mu_dtype).itemsize
     # The router is computed with in float32.
-    assert held / elements == pytest.approx(2 + 8 / replicas, rel=0.05)
+    assert held / elements == pytest.approx(2 + shared / replicas, rel=0.05)
 
 
 def test_messages_run_beside_the_iteration_on_gpus(absent_gpus):
-    """Compiled for GPUs: between the start of an all-gather and its end stand products of Newton–Schulz."""
+    """Compiled for GPUs: between the start of a message and its end stand products of Newton–Schulz."""
     from experiments.bench.moe_overlap import messages
 
     model = dataclasses.replace(EVEN, hidden_size=256, q_lora_rank=128, kv_lora_rank=128, latent_size=128)
@@ -165,7 +199,7 @@ def test_messages_run_beside_the_iteration_on_gpus(absent_gpus):
 
 
 def test_the_contributions_of_ranks_are_summed_whatever_owns_them():
-    """Only the sum over replicas may be orthogonalised: that of each contribution differs by tens of percent."""
+    """Only the sum over replicas may be orthogonalised, not each rank's contribution."""
     step = even_step("data=4", 1)
     masters = step.masters
     grads = jax.tree.map(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import numpy as np
@@ -9,12 +10,12 @@ import pytest
 import tiny
 
 from k3jax import configs
-from k3jax.optim.groups import Group, parameter_groups
+from k3jax.optim.groups import is_group, parameter_groups, path_name
 from k3jax.parallel.experts import best_exchange
 from k3jax.parameters import count, count_by_group, parameters
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import abstract_mesh, compiler_options
-from k3jax.train.plan import bytes_per_rank, in_bytes, plan, runs, short, table
+from k3jax.train.plan import bytes_per_rank, in_bytes, ownership_table, plan, runs, short, table
 from k3jax.train.step import TrainStep
 from meshes import MeshSpec
 
@@ -56,7 +57,7 @@ def test_every_parameter_of_the_state_is_counted_once_and_in_its_group():
     shapes, layers = step.state_shapes.params, step.layout.layer_table
     groups = parameter_groups(shapes)
     expected: dict[str, int] = {}
-    labels = jax.tree.leaves(groups, is_leaf=lambda x: isinstance(x, Group))
+    labels = jax.tree.leaves(groups, is_leaf=is_group)
     for (path, leaf), group in zip(jax.tree_util.tree_leaves_with_path(shapes), labels, strict=True):
         keys = [key.key for key in path]
         here = math.prod(leaf.shape)
@@ -118,6 +119,26 @@ def test_plan_says_what_gradients_take():
     assert said[2]["gradients"] == f"{held}; then {own} on each owner"
     # 2 of the weight, two of four float32 buffers, and a quarter of master weight and momentum.
     assert said[2]["bytes per parameter"].startswith("6 on the device and 1 in host memory with 4 replicas")
+    halved = planned("data=4,pipe=2", zero=1, dtype="bfloat16", momentum_dtype="bfloat16")
+    assert halved["bytes per parameter"].startswith("7.5 on the device with 4 replicas")  # 2 + 4 + (4 + 2) / 4
+
+
+@pytest.mark.quick
+def test_the_table_of_owners_has_every_matrix_of_a_rank_once():
+    step = TrainStep(dataclasses.replace(tiny.STEP, zero=1), abstract_mesh(MeshSpec.parse("data=2,pipe=2,expert=2")))
+    header, *rows, last = (re.split("  +", line) for line in ownership_table(step).splitlines())
+    at = header.index
+    names = sum((row[at("parameters")].split(", ") for row in rows), [])
+    owned = {path_name(path): o for path, o in jax.tree_util.tree_leaves_with_path(step.masters.owners)}
+    assert len(names) > 20 and sorted(names) == sorted(n for n, o in owned.items() if n in set(names))
+    elements = sum(int(row[at("matrices")]) * math.prod(map(int, row[at("of")].split("x"))) for row in rows)
+    on_a_rank = lambda o: math.prod(o.local) * (2 if o.shards else 1)  # dealt over expert too, where it has pieces
+    assert elements == sum(on_a_rank(owned[name]) for name in names)
+    assert "times the mean" in last[0]
+    for changes in ({"zero": 0}, {"zero": 1, "optimizer": "adamw"}):
+        assert not ownership_table(
+            TrainStep(dataclasses.replace(tiny.STEP, **changes), abstract_mesh(MeshSpec(data=2)))
+        )
 
 
 @pytest.mark.quick

@@ -65,3 +65,22 @@ def test_clipping_counts_every_element_once():
     np.testing.assert_allclose(clipped["w"], 0.25, rtol=1e-6)
     untouched = jax.jit(clip_by_norm, static_argnums=2)(grads, norm, 10.0)
     np.testing.assert_array_equal(untouched["w"], grads["w"])
+
+
+@pytest.mark.quick
+def test_an_expert_without_tokens_goes_on_along_its_momentum_and_decays():
+    """Its gradient is zero in this step; its momentum and weight decay are not."""
+    params = {"expert_up": jnp.ones((2, 4, 3))}
+    optimizer = muon(0.1, weight_decay=0.5)
+    seen = {"expert_up": jax.random.normal(jax.random.key(0), (2, 4, 3))}
+    empty = {"expert_up": seen["expert_up"].at[1].set(0)}
+    _, state = optimizer.update(seen, optimizer.init(params), params)
+    updates, _ = optimizer.update(empty, state, params)
+    (first,), (again,) = (
+        jax.tree.leaves(optimizer.update(g, optimizer.init(params), params)[0]) for g in (seen, empty)
+    )
+    assert (again[1] == -0.05).all(), "never chosen: only decay"
+    direction = lambda update: update["expert_up"][1] + 0.05
+    np.testing.assert_allclose(
+        direction(updates), first[1] + 0.05, atol=1e-5
+    )  # a momentum of one gradient: its direction

@@ -29,11 +29,13 @@ class OwnedPlace(NamedTuple):
     """How many of the array's own dims are dims of the record."""
     shards: tuple[int, ...]
     """Which of its other dims are divided into shards."""
+    sizes: tuple[int, ...]
+    """Of the record's last dims: shards of each of these, and elements with padding. Other owners, other sizes."""
 
     def take(self, record: Any) -> np.ndarray:
         """The array out of its record. Anything that is sliced like an array will do, and is sliced once."""
         held = np.asarray(record[self.at])
-        counts = held.shape[self.batch : -1]
+        counts = self.sizes[:-1]
         local = list(self.shape[self.batch :])
         for dim, count in zip(self.shards, counts, strict=True):
             local[dim - self.batch] //= count
@@ -71,8 +73,9 @@ class OwnedLeaf(NamedTuple):
     def places(self) -> Iterator[tuple[str, OwnedPlace]]:
         """Of every named array."""
         batch, shards = self.owners.kept - self.stacked, tuple(dim - self.stacked for dim in self.owners.shards)
+        sizes = self.owners.owned_shape[self.owners.kept :]
         for name, at in self._arrays():
-            yield name, OwnedPlace(self.record, self.dtype, self.shape, at, batch, shards)
+            yield name, OwnedPlace(self.record, self.dtype, self.shape, at, batch, shards, sizes)
 
     def part(self, read: Read) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """What a device holds of the record, by its index, of arrays that `read` gives part by part.

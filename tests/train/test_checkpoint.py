@@ -111,7 +111,12 @@ def saved_by_owners(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("mesh", "virtual", "zero", "dtype"),
-    [(*SAVED_ON, 1, "float32"), ("expert=4,context=2", 2, 2, "bfloat16"), ("pipe=4,expert=2", 2, 0, "float32")],
+    [
+        (*SAVED_ON, 1, "float32"),
+        ("pipe=2,expert=4", SAVED_ON[1], 1, "float32"),  # the same chunks, other owners
+        ("expert=4,context=2", 2, 2, "bfloat16"),
+        ("pipe=4,expert=2", 2, 0, "float32"),
+    ],
 )
 def test_every_mesh_restores_what_owners_saved(saved_by_owners, mesh, virtual, zero, dtype):
     """On the mesh that saved, with other owners, and without; weights follow from the master weights."""

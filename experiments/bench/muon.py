@@ -197,7 +197,7 @@ def show(config: BenchMuon, records: list[dict[str, Any]]) -> None:
     )
     columns = "mode", "ranks", "median ms", "× adamw", "× optax muon", "GFLOP a rank", "MB of state", "MB received"
     for column in (*columns, "off optax by"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for r in records:
         off = r["largest_difference_to_optax_muon"]
         table.add_row(
@@ -211,7 +211,7 @@ def show(config: BenchMuon, records: list[dict[str, Any]]) -> None:
             "\n".join(f"{size / 1e6:.1f} {kind}" for kind, size in r["received_bytes_per_rank"].items()),
             "" if off is None else f"{off:.1e}",
         )
-    Console(width=max(120, Console().width)).print(table)
+    Console(width=max(140, Console().width)).print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

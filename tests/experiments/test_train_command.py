@@ -188,38 +188,40 @@ def finish(process) -> tuple[str, str]:
     return out, err
 
 
-def test_kill_minus_nine_on_eight_ranks_changes_no_loss(options, tmp_path):
-    out, err = finish(command(options, EIGHT, f"--workdir={tmp_path / 'whole'}"))
-    assert "data=2,pipe=2,expert=2,context=1, 8 ranks" in out and "compiled in" in out
+@pytest.mark.parametrize(
+    ("mesh", "ranks"), [("--mesh=data=1", "1 ranks"), pytest.param(EIGHT, "8 ranks", marks=pytest.mark.slow)]
+)
+def test_kill_minus_nine_changes_no_loss(options, tmp_path, mesh, ranks):
+    out, err = finish(command(options, mesh, f"--workdir={tmp_path / 'whole'}"))
+    assert ranks in out and "compiled in" in out
     assert re.search(r"done at step 6: loss .* the unigram entropy of .* s a step", out)
     assert f"{tmp_path / 'whole'}: config.json, metrics.jsonl, checkpoints/6" in out
     assert len(err.splitlines()) == STEPS and "eta" in err  # a line a step, and no warnings
     lines = without_speed(tmp_path / "whole")
     assert {(line["moe_rows_max_over_mean"], line["moe_dropped"]) for line in lines} == {(1.0, 0)}
-    assert all(line["moe_max_vio"] > 0 and line["moe_replicas"] > 0 for line in lines)  # the plan had to even it
+    assert all(line["moe_max_vio"] > 0 for line in lines)
+    assert all((line["moe_replicas"] > 0) == (mesh == EIGHT) for line in lines)  # the plan had to even it
 
-    broken = command(options, EIGHT, f"--workdir={tmp_path / 'broken'}")
+    broken = command(options, mesh, f"--workdir={tmp_path / 'broken'}")
     assert broken.stderr is not None
     for line in broken.stderr:
         if line.startswith("step 4/"):
             break
     broken.kill()
     broken.communicate()
-    finish(command(options, EIGHT, f"--workdir={tmp_path / 'broken'}", "--resume"))
+    finish(command(options, mesh, f"--workdir={tmp_path / 'broken'}", "--resume"))
     assert without_speed(tmp_path / "broken") == without_speed(tmp_path / "whole")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "kills"), [("--mesh=data=1", (0, 7, 3, 11, 1, 9, 5, 6, 2, 5)), (EIGHT, (0, 7, 1))])
-def test_kills_at_random_moments_change_no_loss(options, tmp_path, mesh, kills):
-    """Of few starts on eight ranks: each compiles anew."""
-    argv = [*options, mesh, "--steps=40", "--checkpoint-every=5"]
+def test_ten_kills_at_random_moments_change_no_loss(options, tmp_path):
+    argv = [*options, "--mesh=data=1", "--steps=40", "--checkpoint-every=5"]
     finish(command(argv, f"--workdir={tmp_path / 'whole'}"))
     argv += [f"--workdir={tmp_path / 'broken'}", "--resume"]
     draw = random.Random(0)
     # After so many steps and a little more: before the first, between checkpoints, while one is being saved. None comes
     # far enough for the run to end.
-    for steps in kills:
+    for steps in (0, 7, 3, 11, 1, 9, 5, 6, 2, 5):
         run = command(argv)
         assert run.stderr is not None
         assert all(run.stderr.readline().startswith("step ") for _ in range(steps))

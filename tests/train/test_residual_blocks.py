@@ -55,6 +55,7 @@ def check_against_plain(mesh, virtual, schedule, begun):
     return step, state._replace(balance=balance), batch, compiled.as_text() or "", want_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "virtual", "schedule", "begun"), CASES)
 def test_gradients_equal_plain_autodiff_and_no_slot_is_copied(mesh, virtual, schedule, begun):
     step, *_, hlo, _ = check_against_plain(mesh, virtual, schedule, begun)

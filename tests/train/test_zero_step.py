@@ -40,6 +40,7 @@ def check_equal(mesh: str, schedule: str, virtual: int, pattern: str):
         assert off <= 1e-6 * np.linalg.norm(right) + 1e-9 * everything, path
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_however_they_are_summed():
     check_equal("data=2,pipe=2,expert=2", "interleaved_1f1b", 3, "M")  # the kind of layer that compiles faster
 

@@ -34,10 +34,10 @@ def check_equal(mesh: str, schedule: str, virtual: int, pattern: str):
     for (path, right), grad in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         assert grad.shape == right.shape and grad.sharding.is_equivalent_to(right.sharding, right.ndim), path
         right = np.asarray(right)
-        # float32 sums in another order, in two programs: 5e-7 of a leaf seen. Gradients of KDA's gates are small differences
-        # of what is added up: 1.3e-6 of a leaf of norm 7e-4, so rounding of the whole gradient of norm 1.7 is allowed too.
+        # float32 sums in another order, in two programs: 5e-7 of a leaf seen. Gradients of KDA's gates are small differences of
+        # what is added up: 1.9e-6 of a leaf of norm 1e-3, 2.3e-9 of the whole. The rule of test_schedules_and_policies.
         off = np.linalg.norm(np.asarray(grad) - right)
-        assert off <= 1e-6 * np.linalg.norm(right) + 1e-9 * everything, path
+        assert off <= 1e-6 * np.linalg.norm(right) + 2e-9 * everything, path
 
 
 @pytest.mark.slow

@@ -100,21 +100,31 @@ def on_replicas(zero: Literal[0, 1], config: BenchMuon, params: Any, gradients: 
     masters, everywhere = step.masters, NamedSharding(step.mesh, P())
     optimizer = make_optimizer(step.config, lambda count: RATE, masters) if zero else optax_muon(params)
     lie = step.state_shardings.opt_state if zero else everywhere
-    specs = jax.tree.map(lambda sharding: sharding.spec, lie)
+    reduced_update = with_reduction(step, optimizer, lie)
+
+    def update(gradients, state, weights):
+        updates, state = reduced_update(gradients, state, weights)
+        return masters.gather(updates), state
+
+    params, gradients = jax.device_put((params, gradients), everywhere)
+    weights = jax.jit(masters.own)(params)
+    return Program(update, gradients, jax.jit(optimizer.init, out_shardings=lie)(weights), weights, config.replicas)
+
+
+def with_reduction(step: TrainStep, optimizer: optax.GradientTransformation, lie: Any) -> Callable[..., Any]:
+    """(each rank's contributions to gradients, state, masters) -> (updates, state), both like masters; lie: of the state."""
+    masters, specs = step.masters, jax.tree.map(lambda sharding: sharding.spec, lie)
     reduce = jax.shard_map(
         lambda gradients: masters.reduce_local(vary(gradients)),
         mesh=step.mesh,
         in_specs=(masters.param_specs,),
         out_specs=masters.specs,
     )
+    return lambda gradients, state, held: masters.update(optimizer, reduce(gradients), state, specs, held, {})
 
-    def update(gradients, state, weights):
-        updates, state = masters.update(optimizer, reduce(gradients), state, specs, weights, {})
-        return masters.gather(updates), state
 
-    params, gradients = jax.device_put((params, gradients), everywhere)
-    weights = jax.jit(masters.own)(params)
-    return Program(update, gradients, jax.jit(optimizer.init, out_shardings=lie)(weights), weights, config.replicas)
+def bfloat16_muon() -> optax.GradientTransformation:
+    return optim.muon_with_adamw(RATE, optim.scale_by_muon(mu_dtype=jnp.bfloat16), mu_dtype=jnp.bfloat16)
 
 
 def optax_muon(params: Any) -> optax.GradientTransformation:
@@ -134,7 +144,7 @@ MODES: dict[str, Callable[[BenchMuon, Any, Any], Program]] = {
     "adamw": functools.partial(on_one_device, lambda params: optim.adamw(RATE)),
     "optax muon": functools.partial(on_one_device, optax_muon),
     "muon": functools.partial(on_one_device, lambda params: optim.muon(RATE)),
-    "muon, bf16": functools.partial(on_one_device, lambda params: optim.muon(RATE, mu_dtype=jnp.bfloat16)),
+    "muon, bf16": functools.partial(on_one_device, lambda params: bfloat16_muon()),
     "optax muon, replicas": functools.partial(on_replicas, 0),
     "muon, zero=1": functools.partial(on_replicas, 1),
 }

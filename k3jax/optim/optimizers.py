@@ -5,7 +5,7 @@ Weight decay goes by group. State and updates are per leaf: nothing here looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,26 +23,21 @@ def muon(
     weight_decay: float = 0.0,
     consistent_rms: float = 0.2,
     ns_steps: int = 5,
-    mu_dtype: jax.typing.DTypeLike | None = None,
     groups: Any = None,
-    orthogonalizer: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
-    """Muon on matrices and AdamW on all other leaves, with one learning rate: `muon_with_adamw` as K3 uses it.
+    """Muon on matrices and AdamW on all other leaves, as K3 uses them: `muon_with_adamw` of a `scale_by_muon`.
 
     Args:
       learning_rate: step size or schedule, shared by both; `consistent_rms` makes their updates alike in size.
-      momentum: decay of the gradient's moving average.
-      nesterov: whether to look one step ahead along the momentum.
+      momentum: see `scale_by_muon`, also for nesterov, consistent_rms and ns_steps.
+      nesterov: see there.
       weight_decay: decoupled, on the leaves whose group says so.
-      consistent_rms: updates of matrices are scaled by this times √max(rows, columns).
-      ns_steps: Newton–Schulz iterations.
-      mu_dtype: dtype of the stored momentum; see `scale_by_muon`.
+      consistent_rms: see there.
+      ns_steps: see there.
       groups: a tree of `Group` like the parameters; None: `parameter_groups`.
-      orthogonalizer: for matrices that are not whole on this device, see `scale_by_muon`.
 
     Returns:
-      A `GradientTransformation`; the gradients it takes must be reduced over all replicas, and whole matrices unless there
-      is an `orthogonalizer`.
+      A `GradientTransformation`; the gradients it takes must be whole matrices, reduced over all replicas.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -60,26 +55,16 @@ def muon(
       >>> bool(loss(params) < before / 2)
       True
     """
-    return muon_with_adamw(
-        learning_rate,
-        momentum=momentum,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        consistent_rms=consistent_rms,
-        ns_steps=ns_steps,
-        mu_dtype=mu_dtype,
-        groups=groups,
-        orthogonalizer=orthogonalizer,
+    matrices = scale_by_muon(
+        momentum=momentum, nesterov=nesterov, consistent_rms=consistent_rms, ns_steps=ns_steps, groups=groups
     )
+    return muon_with_adamw(learning_rate, matrices, weight_decay=weight_decay, groups=groups)
 
 
 def muon_with_adamw(
     learning_rate: optax.ScalarOrSchedule,
+    matrices: optax.GradientTransformation | None = None,
     *,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    consistent_rms: float = 0.2,
-    ns_steps: int = 5,
     adamw_learning_rate: optax.ScalarOrSchedule | None = None,
     b1: float = 0.9,
     b2: float = 0.95,
@@ -87,29 +72,23 @@ def muon_with_adamw(
     weight_decay: float = 0.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
     groups: Any = None,
-    orthogonalizer: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Muon on matrices and AdamW on all other leaves, each with its own settings.
 
     Args:
       learning_rate: step size or schedule.
-      momentum: decay of the gradient's moving average, for matrices.
-      nesterov: whether to look one step ahead along it.
-      consistent_rms: updates of matrices are scaled by this times √max(rows, columns).
-      ns_steps: Newton–Schulz iterations.
+      matrices: what makes updates of the leaves on Muon; None: `scale_by_muon(groups=groups)`.
       adamw_learning_rate: step size or schedule of the leaves on AdamW; None: the same.
       b1: decay of AdamW's average of gradients.
       b2: decay of AdamW's average of squares.
       eps: added to the root of AdamW's average of squares.
       weight_decay: decoupled, times the leaf's learning rate, on the leaves whose group says so.
-      mu_dtype: dtype of the stored average of gradients, of both; None: the parameter's. See `scale_by_muon`.
+      mu_dtype: dtype of AdamW's stored average of gradients; None: the parameter's.
       groups: a tree of `Group` like the parameters; None: `parameter_groups`. Leaves may have dims in front that the
         parameters had not, as long as their paths are the same.
-      orthogonalizer: for matrices that are not whole on this device, see `scale_by_muon`.
 
     Returns:
-      A `GradientTransformation`; the gradients it takes must be reduced over all replicas, and whole matrices unless there
-      is an `orthogonalizer`.
+      A `GradientTransformation`; the gradients it takes must be reduced over all replicas, and be what `matrices` takes.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -121,22 +100,14 @@ def muon_with_adamw(
       >>> {name: round(float(jnp.abs(u).max()), 4) for name, u in updates.items()}
       {'b': 0.001, 'codes': 0.001, 'w': 0.0016}
     """
-    matrices = scale_by_muon(
-        momentum=momentum,
-        nesterov=nesterov,
-        consistent_rms=consistent_rms,
-        ns_steps=ns_steps,
-        mu_dtype=mu_dtype,
-        groups=groups,
-        orthogonalizer=orthogonalizer,
-    )
-    others = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+    transforms = {
+        "muon": scale_by_muon(groups=groups) if matrices is None else matrices,
+        "adamw": optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype),
+    }
     rate = optax.scale_by_learning_rate(learning_rate)
     if adamw_learning_rate is not None:
         rate = by_optimizer({"muon": rate, "adamw": optax.scale_by_learning_rate(adamw_learning_rate)}, groups)
-    return optax.chain(
-        by_optimizer({"muon": matrices, "adamw": others}, groups), decayed_by_group(weight_decay, groups), rate
-    )
+    return optax.chain(by_optimizer(transforms, groups), decayed_by_group(weight_decay, groups), rate)
 
 
 def adamw(

@@ -38,7 +38,7 @@ def scale_by_muon(
     ns_steps: int = 5,
     mu_dtype: jax.typing.DTypeLike | None = None,
     groups: Any = None,
-    orthogonalizer: Callable[[Any], Any] | None = None,
+    orthogonalizer: Callable[[Any, int], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Orthogonalised momentum of leaves that are stacks of matrices.
 
@@ -55,8 +55,8 @@ def scale_by_muon(
         the same; updates of varying gradients by 1 %, a cosine of 0.9999.
       groups: a tree of `Group` with the paths of the leaves, whose `matrix_axes` say where the matrices lie; None: the
         last two axes.
-      orthogonalizer: makes every matrix of a tree of momenta `directed`, where they are not whole on this device; None:
-        they are.
+      orthogonalizer: (momenta, ns_steps) -> every matrix of the tree `directed`, where they are not whole on this device;
+        None: they are.
 
     Returns:
       A `GradientTransformation`. Updates have the gradient's dtype; the arithmetic is at least float32, products of
@@ -96,7 +96,9 @@ def scale_by_muon(
             return jnp.moveaxis(directed(jnp.moveaxis(m, at, MATRIX_AXES), ns_steps), MATRIX_AXES, at)
 
         momenta = jax.tree.map(ahead, mu, updates)
-        directions = orthogonalizer(momenta) if orthogonalizer else jax.tree_util.tree_map_with_path(whole, momenta)
+        directions = (
+            orthogonalizer(momenta, ns_steps) if orthogonalizer else jax.tree_util.tree_map_with_path(whole, momenta)
+        )
         directions = jax.tree.map(lambda x: consistent_rms * x, directions)
         return directions, MuonState(count, jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu))
 

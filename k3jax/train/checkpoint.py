@@ -76,7 +76,8 @@ class Checkpoints:
     def save_records(self, step: int, records: dict[str, jax.Array], extra: dict[str, Any]) -> None:
         """`save`, of a state in the records of `form`."""
         self.wait()
-        arrays = {name: list(place) for name, place in self.form.index.items()}
+        saved_as = lambda place: list(place) if isinstance(place, Place) else place._asdict()
+        arrays = {name: saved_as(place) for name, place in self.form.index.items()}
         # As text and back: what is not JSON shows before anything is written, and the caller may change `extra` later.
         about = json.loads(json.dumps({**described(self._step.config), "extra": extra, "arrays": arrays}))
         if step_directory.problem(self.directory, step) is None:
@@ -171,9 +172,16 @@ def weights_form(train_step: TrainStep) -> CanonicalForm:
 
 def places(manifest: dict[str, Any]) -> dict[str, Place | OwnedPlace]:
     """Where each array of a step is, by name."""
-    kinds: dict[int, Any] = {len(kind._fields): kind for kind in (Place, OwnedPlace)}
-    fixed = lambda field: tuple(field) if isinstance(field, list) else field
-    return {name: kinds[len(fields)](*map(fixed, fields)) for name, fields in manifest["arrays"].items()}
+
+    def fixed(field: Any) -> Any:
+        return tuple(field) if isinstance(field, list) else field
+
+    def place(saved: list[Any] | dict[str, Any]) -> Place | OwnedPlace:
+        if isinstance(saved, dict):
+            return OwnedPlace(**{name: fixed(field) for name, field in saved.items()})
+        return Place(*map(fixed, saved))
+
+    return {name: place(saved) for name, saved in manifest["arrays"].items()}
 
 
 class Arrays:

@@ -107,17 +107,17 @@ class Masters:
         return owners.own_flat(owners.flat(jnp.broadcast_to(jnp.asarray(power), owners.shape[-2:])))
 
     @property
-    def orthogonalizer(self) -> Callable[[Tree], Tree] | None:
-        """For `optim.muon`, where matrices are shared out."""
+    def orthogonalizer(self) -> Callable[[Tree, int], Tree] | None:
+        """For `optim.scale_by_muon`, where matrices are shared out."""
         return self._orthogonalize_local if self.owners else None
 
-    def _orthogonalize_local(self, momenta: Tree) -> Tree:
+    def _orthogonalize_local(self, momenta: Tree, steps: int) -> Tree:
         """Every matrix `directed` by the rank that it is dealt to."""
         paths, tree = jax.tree_util.tree_flatten_with_path(momenta)
         slices = {path_name(path): x for path, x in paths}
         for names, deal in self.deals.items():
             rows = [slices[name].reshape(-1, slices[name].shape[-1]) for name in names]
-            for name, made in zip(names, deal.run(directed, rows), strict=True):
+            for name, made in zip(names, deal.run(functools.partial(directed, steps=steps), rows), strict=True):
                 slices[name] = made.reshape(slices[name].shape)
         return tree.unflatten(slices.values())
 
@@ -168,4 +168,7 @@ def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, masters: M
     how: Any = dict(weight_decay=config.weight_decay, mu_dtype=config.momentum_dtype, groups=masters.groups)
     if config.optimizer == "adamw":
         return optim.adamw(learning_rate, **how)
-    return optim.muon(learning_rate, **how, orthogonalizer=masters.orthogonalizer)
+    matrices = optim.scale_by_muon(
+        mu_dtype=config.momentum_dtype, groups=masters.groups, orthogonalizer=masters.orthogonalizer
+    )
+    return optim.muon_with_adamw(learning_rate, matrices, **how)

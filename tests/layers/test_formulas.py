@@ -197,25 +197,26 @@ def mixture(config, p, x, bias, real):
 # ---- layers --------------------------------------------------------------------------------------------------------------
 
 
+def check_layer(config, kind, reference, **how):
+    """A layer's attention against a reference that takes one sequence, in float64."""
+    params = draw(config, kind)
+    x, segments = inputs()
+    p = in_float64(params["attn"])
+    expected = [reference(config, p, row, ids)[0] for row, ids in zip(in_float64(x), segments, strict=True)]
+    assert_same(attend(config, kind, params, x, segments, **how), np.stack(expected))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("config", [CONFIG, KIMI_LINEAR], ids=["bounded gate", "softplus, low-rank output gate"])
 def test_kda_layer_is_its_recurrence_token_by_token(config):
-    params = draw(config, "K")
-    x, segments = inputs()
-    p = in_float64(params["attn"])
-    expected = np.stack([kda_layer(config, p, row, ids)[0] for row, ids in zip(in_float64(x), segments, strict=True)])
-    assert_same(attend(config, "K", params, x, segments), expected)
+    check_layer(config, "K", kda_layer)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("config", [CONFIG, KIMI_LINEAR], ids=["query latent, output gate", "neither"])
 def test_mla_layer_is_softmax_over_the_document_so_far(config, absorbed):
-    params = draw(config, "M")
-    x, segments = inputs()
-    p = in_float64(params["attn"])
-    expected = [mla_layer(config, p, row, ids)[0] for row, ids in zip(in_float64(x), segments, strict=True)]
-    assert_same(attend(config, "M", params, x, segments, absorbed=absorbed), np.stack(expected))
+    check_layer(config, "M", mla_layer, absorbed=absorbed)
 
 
 @pytest.mark.quick

@@ -201,7 +201,7 @@ def test_half_precision_matrices_are_summed_in_float32():
 
 @pytest.mark.quick
 def test_half_precision_momentum_is_as_near_as_documented():
-    exact, halved = muon(1.0), muon(1.0, mu_dtype=jnp.bfloat16)
+    exact, halved = muon(1.0), muon_with_adamw(1.0, scale_by_muon(mu_dtype=jnp.bfloat16), mu_dtype=jnp.bfloat16)
     shapes = {"w": (4, 24, 32), "b": (32,)}
     params = jax.tree.map(jnp.zeros_like, normal(0, shapes))
     updates = [jax.jit(optimizer.update) for optimizer in (exact, halved)]

@@ -13,6 +13,7 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench.collectives import collectives
+from experiments.bench.muon import with_reduction
 from k3jax.activations.flops import flops
 from k3jax.parallel.boxes import vary
 from k3jax.parallel.matrices import work
@@ -121,16 +122,10 @@ def even_step(mesh: str, zero: int, *, abstract: bool = False, **changes) -> Tra
 
 def optimizer_half(step: TrainStep):
     """(contributions to gradients, state, masters) -> (weights to compute with, state, masters), as in the step."""
-    masters, specs = step.masters, jax.tree.map(lambda s: s.spec, step.state_shardings.opt_state)
-    reduce = jax.shard_map(
-        lambda grads: masters.reduce_local(vary(grads)),
-        mesh=step.mesh,
-        in_specs=(masters.param_specs,),
-        out_specs=masters.specs,
-    )
+    masters, update = step.masters, with_reduction(step, step.optimizer, step.state_shardings.opt_state)
 
     def half(grads, state, held):
-        updates, state = masters.update(step.optimizer, reduce(grads), state, specs, held, {})
+        updates, state = update(grads, state, held)
         held = optax.apply_updates(held, updates)
         return masters.params(held), state, held
 

@@ -58,8 +58,13 @@ def leaf_origins(function: Callable, *args: Any) -> list[Origin]:
 
     Raises ValueError for a leaf that is neither an input nor named: nothing could say what to do with it.
     """
+    return known(output_origins(jax.make_jaxpr(function)(*args)))
+
+
+def known(found: list[Origin | Unknown]) -> list[Origin]:
+    """The same, of a pullback's leaves; ValueError for one that is neither an input nor named."""
     origins = []
-    for index, origin in enumerate(output_origins(jax.make_jaxpr(function)(*args))):
+    for index, origin in enumerate(found):
         if isinstance(origin, Unknown):
             raise ValueError(
                 f"leaf {index} of the pullback, {origin.aval}, is neither an input nor a named value "

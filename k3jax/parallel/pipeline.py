@@ -111,12 +111,12 @@ def run(
 
     example, histories = example_of(schedule, program, params)
     no_stream, _ = histories.part(example[1], jnp.int32(0))
-    reported = jax.eval_shape(lambda *args: program.chunk(*args)[1], *example)
-    reports = vary(nothing(reported, schedule.virtual))
-    no_report = take(reports, jnp.int32(0))
     no_loss = vary(jnp.zeros(()), REPLICAS)
     split = WEIGHT in schedule.kinds
     pullback = pullback_of(schedule, program, example, histories) if BACKWARD in schedule.kinds else None
+    reported = pullback.report if pullback else jax.eval_shape(lambda *args: program.chunk(*args)[1], *example)
+    reports = vary(nothing(reported, schedule.virtual))
+    no_report = take(reports, jnp.int32(0))
     shapes = pullback.shapes if pullback else {}
     stores = Stores(schedule, pullback.leaves(policy) if pullback else {})
     no_name = vary(jnp.int32(0))

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from k3jax.activations.history import history_name
-from k3jax.activations.leaves import Origin, leaf_origins
+from k3jax.activations.leaves import Origin, known, output_origins
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.activations.split import split
 from k3jax.activations.stores import Leaf, Span
@@ -34,9 +35,15 @@ class Pullback:
     """
 
     def __init__(self, chunk: Callable, example: Args, *, num_history: int = 0, separate_weights: bool = False):
-        self.chunk = chunk
-        vjp = lambda *args: self._vjp(*args)[1]
-        leaves, self.treedef = jax.tree.flatten(jax.eval_shape(vjp, *example))
+        def vjp(weights, stream, extras):
+            made, vjp, report = jax.vjp(lambda w, x: chunk(w, x, extras), weights, stream, has_aux=True)
+            return made, report, vjp
+
+        # Traced once: what forward runs, whose leaves backward is put together of.
+        self._traced, (made, self.report, pulled) = jax.make_jaxpr(vjp, return_shape=True)(*example)
+        """`report`: shapes of what a chunk reports."""
+        leaves, self.treedef = jax.tree.flatten(pulled)
+        self._made = jax.tree.structure((made, self.report))
         weights, stream, extras = map(jax.tree.leaves, example)
         self.num_history = num_history
         first_row = len(weights) + len(stream) - num_history
@@ -48,7 +55,8 @@ class Pullback:
             row = [history[name] for name in origin.names if name in history]
             return Origin(input=row[0]) if row else origin
 
-        self.origins = [stored(o) for o in leaf_origins(lambda *args: jax.tree.leaves(vjp(*args)), *example)]
+        found = output_origins(self._traced)[self._made.num_leaves :]
+        self.origins = [stored(origin) for origin in known(found)]
         self.num_stream = len(stream) - num_history
         kept = self._kept(leaves)
         self.spans: list[Span] = [(FORWARD, BACKWARD)] * len(kept)
@@ -72,8 +80,9 @@ class Pullback:
 
     def forward(self, args: Args) -> tuple[Stored, tuple[Tree, Tree]]:
         """What to store, and the chunk's output and report."""
-        made, vjp, report = self._vjp(*args)
-        return self._by_span(self._kept(jax.tree.leaves(vjp))), (made, report)
+        values = core.jaxpr_as_fun(self._traced)(*jax.tree.leaves(args))
+        made, leaves = values[: self._made.num_leaves], values[self._made.num_leaves :]
+        return self._by_span(self._kept(leaves)), self._made.unflatten(made)
 
     def backward(self, given: Given, stored: Stored, d_stream: Tree) -> tuple[Tree, Tree]:
         """Gradients of weights and stream."""
@@ -96,10 +105,6 @@ class Pullback:
         return jax.tree.unflatten(jax.tree.structure(given[0]), grads)
 
     # ---- how ----------------------------------------------------------------------------------------------------------
-
-    def _vjp(self, weights: Tree, stream: Tree, extras: Tree):
-        made, vjp, report = jax.vjp(lambda w, x: self.chunk(w, x, extras), weights, stream, has_aux=True)
-        return made, vjp, report
 
     def _kept(self, leaves: list) -> list:
         return [leaf for leaf, origin in zip(leaves, self.origins, strict=True) if origin.stored]

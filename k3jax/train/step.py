@@ -22,11 +22,13 @@ from jax.sharding import PartitionSpec as P
 from k3jax import model as lm
 from k3jax.activations.leaves import tagged_names
 from k3jax.activations.stores import Traffic
+from k3jax.configs import ModelConfig
 from k3jax.layers.common import Axes
 from k3jax.model import Batch
 from k3jax.optim.groups import path_name
 from k3jax.parallel import boxes, pipeline
 from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
+from k3jax.parallel.layout import StackLayout
 from k3jax.parallel.pullback import HELD, STREAM
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import WEIGHT, forward_only
@@ -108,6 +110,7 @@ class TrainStep:
         self.state_shapes = jax.eval_shape(self._init)
         self.state_shardings = self._shardings(self.state_shapes)
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
+        self.activation_names = activation_names(config.model)
         held = {HELD} if WEIGHT in self.resolved.schedule.kinds else set()
         self.resolved.policy.check(self.activation_names | {STREAM} | held)
 
@@ -154,21 +157,6 @@ class TrainStep:
         M = self.config.microbatches
         sharding = NamedSharding(self.mesh, TOKENS)
         return Batch(*(jax.device_put(np.reshape(a, (M, -1, a.shape[-1])), sharding) for a in batch))
-
-    @functools.cached_property
-    def activation_names(self) -> frozenset[str]:
-        """Names that the model's chunk tags."""
-        c, layout = self.config, self.layout
-        params, balance = self.state_shapes.params, self.state_shapes.balance
-        only = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), tree)
-        batch = Batch._make([jax.ShapeDtypeStruct((1, c.seq_len), jnp.int32)] * 3)
-        flags = {name: jax.ShapeDtypeStruct(table.shape[2:], jnp.int32) for name, table in layout.flag_tables.items()}
-        weights = {"chunk": only(params["chunks"]), "dense": params["dense"]}
-        stream = jax.eval_shape(
-            lambda p: lm.embed(p, jnp.zeros((1, c.seq_len), jnp.int32), num_blocks=c.model.num_blocks, axes=Axes(),
-                               dtype=jnp.float32), params["embed"])  # fmt: skip
-        run = functools.partial(lm.chunk, c.model, layout, axes=Axes())
-        return tagged_names(run, weights, stream, only(balance["chunks"]), flags, batch)
 
     def on_one_rank(self, function: Callable[[pipeline.Program, Any], Any]) -> Any:
         """function(program, params) as one rank would run it, traced, also on an abstract mesh; nothing is compiled.
@@ -343,6 +331,22 @@ class TrainStep:
         stacked = jax.tree.map(lambda _: NamedSharding(self.mesh, STACKED), state.balance)
         params = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
         return shardings._replace(params=params, balance=stacked)
+
+
+@functools.lru_cache
+def activation_names(model: ModelConfig) -> frozenset[str]:
+    """Names that the model's chunks tag, whatever the mesh."""
+    layout = StackLayout(model)
+    only = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), tree)
+    params = jax.eval_shape(lambda: lm.init(model, layout, 0))
+    balance = jax.eval_shape(lambda: lm.init_balance(model, layout))
+    flags = {name: jax.ShapeDtypeStruct(table.shape[2:], jnp.int32) for name, table in layout.flag_tables.items()}
+    batch = Batch._make([jax.ShapeDtypeStruct((1, 2), jnp.int32)] * 3)
+    embed = functools.partial(lm.embed, num_blocks=model.num_blocks, axes=Axes(), dtype=jnp.float32)
+    stream = jax.eval_shape(embed, params["embed"], batch.tokens)
+    weights = {"chunk": only(params["chunks"]), "dense": params["dense"]}
+    run = functools.partial(lm.chunk, model, layout, axes=Axes())
+    return tagged_names(run, weights, stream, only(balance["chunks"]), flags, batch)
 
 
 def global_norm(grads: Any) -> jax.Array:

@@ -58,12 +58,11 @@ def test_raw_gradients_equal_plain_autodiff(mesh):
     """Per parameter, before clipping and optimizer: adaptive optimizers hide factors of two."""
     virtual = 2 if mesh == MESHES[1] else 1
     step = tiny.train_step(mesh, virtual=virtual)
+    state = step.init()
     balance = jax.tree.map(
-        lambda a, like: jax.device_put(a, like.sharding),
-        tiny.skewed_balance(tiny.MODEL, step.layout),
-        step.init().balance,
+        lambda a, like: jax.device_put(a, like.sharding), tiny.skewed_balance(tiny.MODEL, step.layout), state.balance
     )
-    out = step.gradients(step.init().params, balance, step.place(tiny.batch(tiny.STEP)))
+    out = step.gradients(state.params, balance, step.place(tiny.batch(tiny.STEP)))
     want_loss, want = plain_gradients()
     assert float(out.loss) == pytest.approx(want_loss, rel=1e-6)
     got = tiny.by_layer(tiny.MODEL, step.layout, out.grads)

@@ -14,15 +14,10 @@ from k3jax.train.checkpoint import Checkpoints
 
 MESHES = ["data=2,pipe=2,expert=2", "pipe=2,expert=2,context=2"]
 MORE_MESHES = [
-    ("data=2", 1),
-    ("pipe=2", 1),
-    ("pipe=2", 2),
+    ("data=4,pipe=2", 1),
     ("pipe=4", 1),
-    ("expert=2", 1),
     ("expert=4", 1),
-    ("context=2", 1),
     ("context=4", 1),
-    ("data=2,pipe=2,expert=2", 1),
     ("pipe=2,expert=2,context=2", 1),
     ("data=2,pipe=2,context=2", 2),
 ]

@@ -51,7 +51,8 @@ def run_experts(
     plan = jax.tree.map(lambda x: checkpoint_name(x, "moe.plan"), chosen.plan(experts_Nk))
     arrays = z_NL, weights_Nk, *kernels
     z_NL, weights_Nk, gate, up, down = (vary_like(x, *arrays) for x in arrays)
-    load = Load(plan.group_sizes.sum(), (chosen.own_replicas(plan) >= 0).sum(), counts(experts_Nk, num_experts))
+    replicas = (chosen.own_replicas(plan) >= 0).sum(dtype="int32")
+    load = Load(plan.group_sizes.sum(dtype="int32"), replicas, counts(experts_Nk, num_experts))
     return mixture((chosen, betas), z_NL, weights_Nk, (gate, up, down), plan, beside), load
 
 

@@ -13,6 +13,8 @@ Rules that keep it right and fast (docs/step.md):
 - what communicates over pipe (messages, embedding, head) stands in branches on tick-wide columns, the same on all ranks;
 - a branch returns the values of one operation; store and gradient sums are updated outside of it, or XLA would copy
   them whole in every tick.
+
+Named scopes ("pipeline.operation/forward", ...) say in programs and profiles which part of a tick something is.
 """
 
 from __future__ import annotations
@@ -178,6 +180,7 @@ def run(
         return made._replace(d_weights=d_weights, misplaced=misplaced + lacking)
 
     branches = [idle, forward, backward, weight][: 1 + len(schedule.kinds)]
+    named = [jax.named_scope(branch.__name__)(branch) for branch in branches]
     of_kind = schedule.chunks * schedule.microbatches
 
     def tick(carry, row):
@@ -186,15 +189,18 @@ def run(
         v, slot = chunk // stages, row["mail"][stage]
         # Names of what is stored and of messages, by who reads them: an operation checks that it finds its own.
         name = vary(1 + chunk * schedule.microbatches + m)
-        mail = receive(schedule, histories, carry, row, stage)
-        embedded = lax.cond(
-            row["embed_forward"] >= 0,
-            lambda: vary(program.embed(params["embed"], row["embed_forward"])),
-            lambda: no_stream,
-        )
+        with jax.named_scope("pipeline.send"):
+            mail = receive(schedule, histories, carry, row, stage)
+        with jax.named_scope("pipeline.embed"):
+            embedded = lax.cond(
+                row["embed_forward"] >= 0,
+                lambda: vary(program.embed(params["embed"], row["embed_forward"])),
+                lambda: no_stream,
+            )
         enters = (row["embed_forward"] >= 0) & (stage == schedule.stage_of(0))
         mail = post(mail, (name + kind * of_kind, embedded, histories.no_rows), jnp.where(enters, slot, -1))
-        leaving = stores.send(carry["stores"], row["stores"], stage)
+        with jax.named_scope("pipeline.stores"):
+            leaving = stores.send(carry["stores"], row["stores"], stage)
 
         def read():
             found, message, rows = take(mail, jnp.maximum(slot, 0))
@@ -202,12 +208,16 @@ def run(
 
         rows = histories.on(carry["histories"], row["histories"], stage, m)
         operands = v, m, name, read, carry["stores"], row, rows
-        made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in branches])
-        box = histories.put(carry["histories"], row["histories"], stage, made.history)
+        with jax.named_scope("pipeline.operation"):
+            made: Made = lax.switch(kind, [lambda b=b: vary(b(*operands)) for b in named])
+        with jax.named_scope("pipeline.histories"):
+            box = histories.put(carry["histories"], row["histories"], stage, made.history)
+        with jax.named_scope("pipeline.stores"):
+            stored = stores.put(carry["stores"], row["stores"], stage, made.stored, leaving)
         carry |= dict(
             mail=mail,
             histories=box,
-            stores=stores.put(carry["stores"], row["stores"], stage, made.stored, leaving),
+            stores=stored,
             reports=combine_at(carry["reports"], v, made.report),
             misplaced=carry["misplaced"] + made.misplaced,
             traffic=jax.tree.map(jnp.add, carry["traffic"], stores.traffic(made.stored, row["stores"], stage)),
@@ -217,11 +227,12 @@ def run(
         is_last, leaves_model = stage == schedule.last_stage, row["head"] >= 0
         leaves = histories.join(made.message, made.history)
         if pullback is None:
-            loss = lax.cond(
-                leaves_model,
-                lambda: program.head(params["head"], leaves, row["head"], is_last),
-                lambda: no_loss,
-            )
+            with jax.named_scope("pipeline.head"):
+                loss = lax.cond(
+                    leaves_model,
+                    lambda: program.head(params["head"], leaves, row["head"], is_last),
+                    lambda: no_loss,
+                )
             return carry | dict(sent=(to, made.message, made.leaving), loss=carry["loss"] + loss), None
 
         def head():
@@ -234,7 +245,8 @@ def run(
             return loss, vary(d_head), vary(sent), vary(jax.tree.map(lambda d: jnp.where(is_last, d, 0), d_history))
 
         stays = lambda: (no_loss, zeros(params["head"]), made.message, histories.none)
-        loss, d_head, sent, d_history = lax.cond(leaves_model, head, stays)
+        with jax.named_scope("pipeline.head"):
+            loss, d_head, sent, d_history = lax.cond(leaves_model, head, stays)
 
         def embed_backward():
             on_first = lambda a: jnp.where(stage == schedule.stage_of(0), a, 0)
@@ -243,15 +255,20 @@ def run(
             vjp = jax.vjp(embed, params["embed"])[1]
             return vary(vjp(d_stream)[0])
 
-        d_embed = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda: zeros(params["embed"]))
+        with jax.named_scope("pipeline.embed_backward"):
+            d_embed = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda: zeros(params["embed"]))
         grads, d_weights = carry["grads"], made.d_weights
+        with jax.named_scope("pipeline.histories"):
+            box = histories.deposit(box, row["histories"], stage, d_history, made.history)
+        with jax.named_scope("pipeline.sums"):
+            d_chunks = sums.add(grads["chunks"], row["sums"], stage, v, d_weights["chunk"])
         return carry | dict(
-            histories=histories.deposit(box, row["histories"], stage, d_history, made.history),
+            histories=box,
             sent=(jnp.where(leaves_model & is_last, name + BACKWARD * of_kind, to), sent, made.leaving),
             loss=carry["loss"] + loss,
             grads={
                 "embed": jax.tree.map(jnp.add, grads["embed"], d_embed),
-                "chunks": sums.add(grads["chunks"], row["sums"], stage, v, d_weights["chunk"]),
+                "chunks": d_chunks,
                 "dense": jax.tree.map(jnp.add, grads["dense"], d_weights["dense"]),
                 "head": jax.tree.map(jnp.add, grads["head"], d_head),
             },
@@ -261,7 +278,8 @@ def run(
     columns = {name: getattr(schedule, name) for name in names}
     columns |= {"stores": stores.columns, "histories": histories.columns, "sums": sums.columns}
     carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))
-    grads = carry["grads"] and carry["grads"] | {"chunks": sums.finish(carry["grads"]["chunks"], stage)}
+    with jax.named_scope("pipeline.sums"):
+        grads = carry["grads"] and carry["grads"] | {"chunks": sums.finish(carry["grads"]["chunks"], stage)}
     misplaced = lax.psum(carry["misplaced"], AXES)
     return Outcome(carry["loss"], carry["reports"], grads, misplaced, carry["traffic"])
 
@@ -286,14 +304,16 @@ def receive(schedule: Schedule, histories: Histories, carry: Tree, row: Tree, st
     """The mailbox with what was sent in the tick before; a route that nobody takes in this tick is not travelled."""
     mail, (*sent, rows) = carry["mail"], carry["sent"]
     onward = [(i, (i + 1) % schedule.stages) for i in range(schedule.stages)]
-    pairs = {UP: onward, DOWN: [(j, i) for i, j in onward]}
+    pairs, names = {UP: onward, DOWN: [(j, i) for i, j in onward]}, {UP: "up", DOWN: "down"}
     for way in (UP, DOWN, STAY):
         if not schedule.moves[:, way].any():
             continue
         arrived, with_it = sent, rows
         if way != STAY:
             travel = lambda way=way: lax.ppermute(sent, "pipe", pairs[way])
-            arrived = lax.cond(row["moves"][way], travel, lambda: sent)
-            with_it = histories.travel(rows, way, pairs[way], row["histories"])
+            with jax.named_scope(names[way]):
+                arrived = lax.cond(row["moves"][way], travel, lambda: sent)
+                with jax.named_scope("pipeline.histories"):
+                    with_it = histories.travel(rows, way, pairs[way], row["histories"])
         mail = post(mail, (*arrived, with_it), row["arrivals"][stage, way])
     return mail

@@ -189,7 +189,11 @@ class TrainStep:
         return TrainState(step, self.masters.params(masters), master, opt_state, balance, skipped)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        out = self._gradients(state.params, state.balance, batch)
+        with jax.named_scope("gradients"):
+            out = self._gradients(state.params, state.balance, batch)
+        return jax.named_scope("optimizer")(self._updated)(state, out)
+
+    def _updated(self, state: TrainState, out: Gradients) -> tuple[TrainState, dict[str, Any]]:
         norm = global_norm(out.grads)
         clipped = clip_by_norm(out.grads, norm, self.config.clip_norm)
         masters = state.master if self.masters.owners else state.params
@@ -261,12 +265,14 @@ class TrainStep:
             schedule, program, params, cotangent, self.resolved.policy, self.masters.local_chunk_owners
         )
         grads = outcome.grads | {"chunks": jax.tree.map(lambda a: a[None], outcome.grads["chunks"])}
+        with jax.named_scope("reduce"):
+            grads = self.masters.reduce_local(grads)
         stats, max_logits = outcome.report
         loads = jax.tree.map(lambda *layers: jnp.stack(layers), *(layer.load for layer in stats.values()))
         tokens = lax.psum((batch.tokens >= 0).sum(), pipeline.REPLICAS)
         return Gradients(
             lax.psum(outcome.loss, pipeline.REPLICAS) * cotangent,
-            self.masters.reduce_local(grads),
+            grads,
             {p: lax.psum(layer.histogram_EN, pipeline.REPLICAS)[None] for p, layer in stats.items()},
             jax.tree.map(lambda top: lax.pmax(top, pipeline.REPLICAS)[None], max_logits),
             tokens,

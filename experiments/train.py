@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -38,29 +39,58 @@ class Options(RunConfig):
     """Steps between lines on stderr where it is not a terminal."""
     dry_run: bool = False
     """Check everything, print the plan, and end: nothing is written, and no devices are needed."""
+    coordinator: str = ""
+    """HOST:PORT of the first of several processes, or auto where SLURM, Open MPI, Kubernetes or TPUs tell; empty: there is
+    one. Every process gets the same options, but for its id (docs/clusters.md)."""
+    process_id: int | None = None
+    """Which one of several processes this is, from 0."""
+    processes: int | None = None
+    """How many there are."""
+    peer_timeout: int = 100
+    """Seconds without a sign of life of one process after which the others end, with status 1."""
 
     def __post_init__(self):
         super().__post_init__()
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
+        require(self.peer_timeout >= 5, "peer_timeout", self.peer_timeout, "at least 5 seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. SystemExit: 1 if the run failed, 2 if it could not begin, 130 if it was interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
+    with interruptible():
         with refused(PROG):
             named = model_option(argv)
             preset = model_named(Options.preset if named is None else named)
             options = parse(Options, argv, prog=PROG, default=Options(step=StepConfig(model=preset)))
-        train(options)
+        with joined(options), interruptible():
+            train(options)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """One line and exit status 130 for Ctrl-C, where it does not end a run in good order."""
+    try:
+        yield
     except KeyboardInterrupt:  # before the first step, or twice
         print(f"{PROG}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
 
 
+def joined(options: Options) -> contextlib.AbstractContextManager[None]:
+    """With the other processes, if there are any."""
+    from k3jax.train import processes
+
+    where: Any = options.coordinator, options.process_id, options.processes
+    with refused(PROG):
+        processes.join(*where, peer_timeout=options.peer_timeout)
+    return processes.together()
+
+
 def train(options: Options) -> None:
     """Print configuration and plan, train, and print where everything is."""
     from experiments.progress import TrainingProgress
+    from k3jax.train import processes
     from k3jax.train.compilation_cache import use_compilation_cache
     from k3jax.train.run import Run, StepFailedError
     from k3jax.train.signals import stop_on_signals
@@ -72,14 +102,17 @@ def train(options: Options) -> None:
     show_start(run)
     if options.dry_run or run.finished:
         return
-    with stop_on_signals(run.stop), failed(PROG, StepFailedError, OSError):
+    with stop_on_signals(run.stop), failed(PROG, StepFailedError, OSError), processes.losses_told():
         with refused(PROG):
             run.load()
         print(f"workdir {run.workdir}", flush=True)
         traced, compiled = run.compile()
         print(f"traced in {traced:.1f} s, compiled in {compiled:.1f} s", flush=True)
-        with TrainingProgress(run.start, options.step.steps, log_every=options.log_every) as progress:
-            result = run.train(progress)
+        if processes.is_first():
+            with TrainingProgress(run.start, options.step.steps, log_every=options.log_every) as progress:
+                result = run.train(progress)
+        else:
+            result = run.train()
     show_result(result)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from k3jax.train import step_directory
+from k3jax.train import processes, step_directory
 from k3jax.train.canonical import CanonicalForm, Place
 from k3jax.train.config import StepConfig
 from k3jax.train.owned import OwnedPlace
@@ -139,7 +139,8 @@ class Checkpoints:
 
     def _manifest(self, step: int) -> dict[str, Any]:
         self.wait()
-        return step_directory.read_manifest(self.directory, step, digests=step != self._checked)
+        digests = step != self._checked and processes.is_first()  # the others would read all of it too
+        return step_directory.read_manifest(self.directory, step, digests=digests)
 
     def _read(self, step: int, manifest: dict[str, Any], form: CanonicalForm) -> Any:
         trees = {name.partition("/")[0] for name in form.index}

@@ -6,6 +6,7 @@ import re
 
 import jax
 
+from k3jax.train import processes
 from meshes import AXES, MeshSpec, require_devices
 
 _FILL = re.compile("=-1(?=,|$)")
@@ -20,7 +21,7 @@ def resolve_mesh(text: str) -> MeshSpec:
         return MeshSpec.parse(text)
     MeshSpec.parse(_FILL.sub("=1", text))
     require_devices(1)
-    if jax.default_backend() == "cpu" and jax.device_count() == 1:
+    if jax.default_backend() == "cpu" and jax.local_device_count() == 1:
         raise ValueError(
             f"mesh {text!r}: nothing to fill -1 from, there is no accelerator and fake devices are made to measure; "
             f"write the size as a number"
@@ -29,11 +30,19 @@ def resolve_mesh(text: str) -> MeshSpec:
 
 
 def build_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
-    """The mesh on devices, on CPU made for it. ValueError if there are too few, or if they are no multiple of it."""
+    """The mesh on devices, on CPU made for it. ValueError if there are too few, or if they are no multiple of it.
+
+    Of several processes each makes or has its own share; the mesh must be of all their devices.
+    """
+    number = processes.count()
     try:
-        require_devices(spec.num_devices)
+        require_devices(-(-spec.num_devices // number))
     except RuntimeError as too_few:
         raise ValueError(f"mesh {spec}: {too_few}") from None
+    if number > 1 and jax.device_count() != spec.num_devices:
+        raise ValueError(
+            f"mesh {spec} is of {spec.num_devices} devices, {number} processes have {jax.device_count()}: all must be in it"
+        )
     MeshSpec.parse(str(spec), jax.device_count())
     return spec.build()
 

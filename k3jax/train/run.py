@@ -2,6 +2,9 @@
 
 `Run(config)` checks everything and writes nothing, `load` makes or restores the state and writes config.json,
 `compile` compiles, `train` runs the steps. `run(config)` does all of it.
+
+Several processes (`processes.py`) do all of this side by side: each makes and feeds its own rows of every batch and writes
+its own part of every checkpoint, the first one alone writes the rest of the work directory.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ import numpy as np
 
 from k3jax.model import Batch
 from k3jax.optim.groups import is_group
-from k3jax.train import data, inputs, workdir
+from k3jax.train import data, inputs, processes, workdir
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.devices import abstract_mesh, build_mesh, resolve_mesh
 from k3jax.train.held_out import held_out_batches
 from k3jax.train.metrics import MetricsLog
+from k3jax.train.profile import Profile, steps_named
 from k3jax.train.run_config import RunConfig
 from k3jax.train.signals import stop_on_signals
+from k3jax.train.sinks import Sink, check_installed, open_sinks
 from k3jax.train.step import TrainStep
 
 Metrics = dict[str, Any]
@@ -100,20 +105,35 @@ class Run:
     def __init__(self, config: RunConfig, *, planning: bool = False):
         self.config = config
         self.spec = resolve_mesh(config.mesh)
-        self.workdir = workdir.choose(config.workdir, config.step.model.name)
-        workdir.check(self.workdir, resume=config.resume)
+        self.workdir = processes.by_first(self._workdir)
+        check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
         config.step.resolve(self.spec)
         self.train_step = TrainStep(config.step, abstract_mesh(self.spec) if planning else build_mesh(self.spec))
         self.corpus = inputs.open_data(config)
         self.unigram_entropy = self.corpus.unigram_entropy()
-        self.resumed = inputs.to_resume(config, self.corpus) if config.resume else None
+        self.resumed = processes.by_first(lambda: inputs.to_resume(config, self.corpus)) if config.resume else None
         """The checkpoint to continue; its step is None if there was nothing to resume."""
         self.start = (self.resumed and self.resumed.step) or 0
         """Steps taken before this run."""
         fresh = not self.resumed or self.resumed.step is None
-        self.weights = inputs.to_start_from(config) if config.init_from and fresh else None
+        self.weights = processes.by_first(lambda: inputs.to_start_from(config)) if config.init_from and fresh else None
         """The checkpoint to take the weights from; a run that resumes has its own."""
         self.stopped_by: str | None = None
+        processes.agree(self.told | {"fingerprint": self.corpus.fingerprint})
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the run was told and what it made of that, as config.json has it."""
+        told = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(RunConfig)}
+        told |= {"mesh": str(self.spec), "step": dataclasses.asdict(self.config.step)}
+        return told | {
+            "schedule": {"name": self.train_step.resolved.schedule.name, "why": self.train_step.why_schedule}
+        }
+
+    def _workdir(self) -> Path:
+        path = workdir.choose(self.config.workdir, self.config.step.model.name)
+        workdir.check(path, resume=self.config.resume)
+        return path
 
     @property
     def finished(self) -> bool:
@@ -140,10 +160,16 @@ class Run:
             weights = other.restore_weights(self.weights.step)
             self.state = self.state._replace(**{k: v for k, v in weights._asdict().items() if v is not None})
         self._skipped = int(self.state.skipped)
-        told = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(RunConfig)}
-        told |= {"mesh": str(self.spec), "step": dataclasses.asdict(self.config.step)}
-        told |= {"schedule": {"name": self.train_step.resolved.schedule.name, "why": self.train_step.why_schedule}}
-        workdir.write_config(self.workdir, told)
+        written = processes.by_first(lambda: workdir.write_config(self.workdir, self.told))
+        config = self.workdir / workdir.CONFIG
+        if not config.exists() or config.read_text(encoding="utf-8") != written:
+            raise OSError(
+                f"{config} is not what the first process wrote: the workdir must be on a file system that all share"
+            )
+        self._sinks: list[Sink] = []
+        if processes.is_first():
+            asked: Any = dict(tensorboard=self.config.tensorboard, wandb=self.config.wandb)
+            self._sinks = open_sinks(self.workdir, **asked, start=self.start, config=self.told)
 
     # ---- compile --------------------------------------------------------------------------------------------------
 
@@ -151,7 +177,8 @@ class Run:
         """Compile the step, and the evaluation if there is one; returns the seconds of tracing and of compiling."""
         begun = time.perf_counter()
         size, seq_len = self.config.step.global_batch, self.config.step.seq_len
-        nothing: Any = np.zeros((size, seq_len), np.int32)
+        rows = self.train_step.own_rows
+        nothing: Any = np.zeros((len(rows), seq_len), np.int32)
         batch = self.train_step.place(Batch(nothing, nothing, nothing))
         step = self.train_step.step.lower(self.state, batch)
         evaluate = self.train_step.evaluate.lower(self.state, batch) if self.config.eval_every else None
@@ -160,7 +187,7 @@ class Run:
         self._held_out: list[Batch] = []
         if evaluate:
             self._evaluate = evaluate.compile()
-            self._held_out = [on_host(batch) for batch in held_out_batches(self.corpus, size)]
+            self._held_out = [on_host(batch) for batch in held_out_batches(self.corpus, size, rows)]
         return traced - begun, time.perf_counter() - traced
 
     # ---- train ----------------------------------------------------------------------------------------------------
@@ -175,11 +202,14 @@ class Run:
         self._on_step = on_step or (lambda metrics: None)
         self._in_flight: InFlight | None = None
         self._clock = 0.0
-        self._log = MetricsLog(self.workdir / workdir.METRICS)
+        if processes.is_first():
+            self._sinks.append(MetricsLog(self.workdir / workdir.METRICS))
+        self._profile = Profile(steps_named(self.config.profile), self.workdir / workdir.PROFILE)
         step = self.start
-        batches = self.corpus.batches("train", self.config.step.global_batch, self._position)
+        rows = self.train_step.own_rows
+        batches = self.corpus.batches("train", self.config.step.global_batch, self._position, rows=rows)
         try:
-            while step < self.config.step.steps and not self.stopped_by:
+            while step < self.config.step.steps and not self._ends(step):
                 step += 1
                 self._start(step, next(batches))
                 if self._held_out and (step % self.config.eval_every == 0 or step == self.config.step.steps):
@@ -189,15 +219,28 @@ class Run:
             self._save(step)
         finally:
             del batches  # ends its thread
-            self._log.close()
+            self._profile.close()
+            for sink in self._sinks:
+                sink.close()
             self.checkpoints.wait()
         stopped_by = self.stopped_by if step < self.config.step.steps else None
         return RunResult(self.workdir, step, self._logged, self.unigram_entropy, stopped_by)
 
+    def _ends(self, step: int) -> bool:
+        """Whether the run ends after this step, because one of its processes was asked to."""
+        told = processes.told_to_stop(step, self.stopped_by)
+        if told:
+            last, self.stopped_by = told
+            return step >= last
+        return False
+
     def _start(self, step: int, batch: data.Batch) -> None:
         """Start a step, then log the one before it."""
+        if self._profile.before(step):
+            self._settle()
         begun = time.perf_counter()
-        self.state, metrics = self._step(self.state, self.train_step.place(on_host(batch)))
+        with self._profile.start(step):
+            self.state, metrics = self._step(self.state, self.train_step.place(on_host(batch)))
         done = time.perf_counter() if metrics["loss"].is_ready() else None
         self._position = batch.position
         before, self._in_flight = self._in_flight, InFlight(step, metrics, begun, done)
@@ -213,7 +256,8 @@ class Run:
     def _save(self, step: int) -> None:
         """Save the state, unless this very step was saved; first the metrics of all its steps reach the disk."""
         self._settle()
-        self._log.sync()
+        for sink in self._sinks:
+            sink.sync()
         if step != self._saved:
             about = {"position": self._position, "fingerprint": self.corpus.fingerprint, "data": self.config.data}
             self.checkpoints.save(step, self.state, about)
@@ -241,7 +285,8 @@ class Run:
         }
         if evaluate:
             metrics["eval_loss"] = self._held_out_loss()
-        self._log.write(metrics)
+        for sink in self._sinks:
+            sink.write(metrics)
         self._logged.append(metrics)
         self._on_step(metrics)
         if values["misplaced"]:

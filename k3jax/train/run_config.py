@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from k3jax.train.config import StepConfig, require
+from k3jax.train.profile import steps_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,18 @@ class RunConfig:
     """Steps between evaluations on held-out data, which also follow the last step; 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is not finite does: end the run, or drop this update and count it."""
+    profile: str = ""
+    """FIRST:LAST, steps whose trace goes to WORKDIR/profile; empty: none."""
+    tensorboard: bool = False
+    """Metrics also as TensorBoard's event files, in WORKDIR/tensorboard (extra: tensorboard)."""
+    wandb: str = ""
+    """Project of Weights & Biases that metrics also go to; empty: none (extra: wandb)."""
 
     def __post_init__(self):
         require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "at least 1")
         require(self.keep >= 1, "keep", self.keep, "at least 1")
         require(self.eval_every >= 0, "eval_every", self.eval_every, "at least 0, which is never")
+        traced = steps_named(self.profile)
+        require(traced.stop <= self.step.steps + 1, "profile", self.profile, f"within the {self.step.steps} steps")
         if self.resume and not self.workdir:
             raise ValueError("resume needs a workdir: name the directory of the run to continue")

@@ -127,7 +127,8 @@ class TrainStep:
     @functools.cached_property
     def step(self):
         """(state, batch) -> (state, metrics), compiled on first use; the state given is consumed."""
-        return self.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, None))
+        everywhere = NamedSharding(self.mesh, P())  # every process reads the metrics
+        return self.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, everywhere))
 
     @functools.cached_property
     def evaluate(self):
@@ -152,11 +153,38 @@ class TrainStep:
     def _params_of(self):
         return jax.jit(self.masters.params, out_shardings=self.state_shardings.params)
 
+    @functools.cached_property
+    def own_rows(self) -> np.ndarray:
+        """Which sequences of a batch the devices of this process need, ascending; of every microbatch the same ones."""
+        c = self.config
+        rows = np.arange(c.global_batch).reshape(c.microbatches, -1)
+        return rows[:, self._own_sequences].ravel()
+
+    @functools.cached_property
+    def _own_sequences(self) -> np.ndarray:
+        """The same within a microbatch."""
+        B = self.config.global_batch // self.config.microbatches
+        indices: Any = NamedSharding(self.mesh, TOKENS).addressable_devices_indices_map(
+            (self.config.microbatches, B, self.config.seq_len)
+        )
+        return np.unique([i for _, at, _ in indices.values() for i in range(*at.indices(B))])
+
     def place(self, batch: Batch) -> Batch:
-        """A host batch of [global_batch, seq_len] arrays as [M, global_batch / M, seq_len] arrays on the mesh."""
-        M = self.config.microbatches
-        sharding = NamedSharding(self.mesh, TOKENS)
-        return Batch(*(jax.device_put(np.reshape(a, (M, -1, a.shape[-1])), sharding) for a in batch))
+        """A host batch as [M, global_batch / M, seq_len] arrays on the mesh; each process gives its `own_rows`, [R, seq_len]."""
+        M, T = self.config.microbatches, self.config.seq_len
+        shape, own = (M, self.config.global_batch // M, T), self._own_sequences
+
+        def placed(rows):
+            rows = np.asarray(rows).reshape(M, len(own), T)
+
+            def part(index):
+                microbatch, at, tokens = index
+                start, stop, _ = at.indices(shape[1])
+                return rows[microbatch, np.searchsorted(own, start) : np.searchsorted(own, stop), tokens]
+
+            return jax.make_array_from_callback(shape, NamedSharding(self.mesh, TOKENS), part)
+
+        return Batch(*map(placed, batch))
 
     def on_one_rank(self, function: Callable[[pipeline.Program, Any], Any]) -> Any:
         """function(program, params) as one rank would run it, traced, also on an abstract mesh; nothing is compiled.

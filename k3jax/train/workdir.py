@@ -13,7 +13,7 @@ from typing import Any
 
 from k3jax.train.step_directory import sync_folder
 
-CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
+CONFIG, METRICS, CHECKPOINTS, PROFILE = "config.json", "metrics.jsonl", "checkpoints", "profile"
 
 
 def choose(asked: str, model: str) -> Path:
@@ -39,17 +39,21 @@ def check(path: Path, *, resume: bool) -> None:
         )
 
 
-def write_config(path: Path, config: dict[str, Any]) -> None:
-    """Put the configuration into the directory, which is made if need be; at no time is the file half written."""
+def write_config(path: Path, config: dict[str, Any]) -> str:
+    """Put the configuration into the directory, which is made if need be; at no time is the file half written.
+
+    Returns what is in the file now.
+    """
+    text = json.dumps(_strict(config), indent=2, allow_nan=False) + "\n"
     path.mkdir(parents=True, exist_ok=True)
     temporary = path / f"{CONFIG}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(_strict(config), file, indent=2, allow_nan=False)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path / CONFIG)
     sync_folder(path)
+    return text
 
 
 def _strict(value: Any) -> Any:

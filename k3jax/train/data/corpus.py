@@ -1,6 +1,6 @@
 """One stream of tokens cut into sequences, split in two, and served in an order that only data and seed decide.
 
-N sequences of a batch, T tokens of a sequence.
+N sequences of a batch, R of them that one process has, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BATCHES_AHEAD = 2
 class Batch:
     """Sequences for one step. -1 marks padding in tokens, and in targets a token without loss."""
 
-    tokens: Int32[np.ndarray, "N T"]
-    targets: Int32[np.ndarray, "N T"]
+    tokens: Int32[np.ndarray, "R T"]
+    targets: Int32[np.ndarray, "R T"]
     """The next token where it belongs to the same document."""
-    segment_ids: Int32[np.ndarray, "N T"]
+    segment_ids: Int32[np.ndarray, "R T"]
     """0 for a window's first document, 1 for its second, ...; padding is a last segment of its own."""
     sample_ids: Int64[np.ndarray, " N"]
-    """Which window each sequence is; -1 for a sequence that is all padding."""
+    """Which window each sequence of the whole batch is; -1 for a sequence that is all padding."""
     position: int
     """Samples consumed when this batch is done: what a checkpoint stores to resume."""
 
@@ -74,9 +74,12 @@ class Corpus:
         self.train = Split(np.setdiff1d(np.arange(num_windows), held_out))
         self.held_out = Split(held_out)
 
-    def batches(self, split: str, global_batch: int, position: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, split: str, global_batch: int, position: int = 0, *, rows: Int64[np.ndarray, " R"] | None = None
+    ) -> Iterator[Batch]:
         """Batches of `global_batch` sequences, starting after `position` samples.
 
+        rows: which sequences of each batch to make, for a process that feeds only these; not given, all.
         "train": endless; every epoch is another permutation of the split, a batch may span two epochs, and the sample
         at each position is the same whatever the batch sizes before it. "held_out": one pass in order, the last batch
         filled with padding. A thread prepares the next batches; closing or dropping the iterator ends it.
@@ -97,7 +100,7 @@ class Corpus:
         batches = samples[position:].batch(
             global_batch,
             drop_remainder=endless,  # only held-out sequences can run out
-            batch_fn=lambda rows: self._batch(windows[np.asarray(rows)], size=global_batch),
+            batch_fn=lambda samples: self._batch(windows[np.asarray(samples)], size=global_batch, rows=rows),
         )
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
         return self._count(iter(batches.to_iter_dataset(options)), position)
@@ -109,13 +112,13 @@ class Corpus:
                 position += int((batch.sample_ids >= 0).sum())
                 yield dataclasses.replace(batch, position=position)
 
-    def _batch(self, windows: Int64[np.ndarray, " windows"], *, size: int) -> Batch:
-        """The windows as arrays, with sequences of padding up to `size`."""
+    def _batch(self, windows: Int64[np.ndarray, " windows"], *, size: int, rows: np.ndarray | None = None) -> Batch:
+        """The windows as arrays, with sequences of padding up to `size`; of these some rows, or all."""
         ids = np.full(size, -1, np.int64)
         ids[: len(windows)] = windows
-        total = len(self._stream.tokens)
-        at = ids[:, None] * self._seq_len + np.arange(self._seq_len + 1)  # [N, T+1] positions in the stream
-        at[ids < 0] = total
+        total, made = len(self._stream.tokens), ids if rows is None else ids[rows]
+        at = made[:, None] * self._seq_len + np.arange(self._seq_len + 1)  # [R, T+1] positions in the stream
+        at[made < 0] = total
         document = np.searchsorted(self._stream.starts, at, side="right").astype(np.int32)
         exists = at < total
         tokens = self._stream.tokens[np.minimum(at, total - 1)].astype(np.int32)

@@ -54,8 +54,8 @@ class Checkpoints:
         processes = [{d.process_index for d in like.sharding.device_set} for like in self.form.records.values()]
         if jax.process_count() > 1 and min(map(len, processes)) == 1:
             raise ValueError(
-                "Orbax refuses arrays that one of several processes has to itself, here those of a pipeline stage: "
-                "order the devices so that data, expert or context crosses processes"
+                "a pipeline stage lies in one of several processes, and Orbax saves only arrays that two or more share: give "
+                "data, expert or context more devices, so that each stage has some in two processes, or run one process"
             )
         self._checkpointer = ocp.AsyncCheckpointer(handler())
         self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -11,7 +11,19 @@ import math
 import mmap
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where metrics go, one step after the other: this file, and what `sinks.py` has."""
+
+    def write(self, metrics: dict[str, Any]) -> None: ...
+
+    def sync(self) -> None:
+        """Return when all of them are safe, as far as it is in this process's hands."""
+
+    def close(self) -> None: ...
 
 
 class MetricsLog:

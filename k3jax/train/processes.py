@@ -227,8 +227,8 @@ def leave(status: int) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    if is_first():
-        time.sleep(3 * _watch.interval if _watch else 0)  # the others' words are kept here, until they have read them
+    if is_first() and _watch:
+        _watch.wait_for_others()  # what they say to each other is kept here
     os._exit(status)  # an orderly end would wait for the others, who wait for this one
 
 
@@ -269,6 +269,14 @@ class _Watch(threading.Thread):
             self.join()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _client().key_value_set(f"k3jax/life/{index()}", last, allow_overwrite=True)
+
+    def wait_for_others(self) -> None:
+        """Until each has given its last sign, or has had time enough to see the one of this process."""
+        for _ in range(30):
+            signs = dict(_client().key_value_dir_get("k3jax/life/"))
+            if sum(sign in (_DONE, _FAILED) for sign in signs.values()) == count():
+                return
+            time.sleep(self.interval / 10)
 
     def _gone(self, what: str) -> None:
         if self._end.is_set():  # this process is leaving already

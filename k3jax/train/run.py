@@ -26,11 +26,11 @@ from k3jax.train import data, inputs, processes, workdir
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.devices import abstract_mesh, build_mesh, resolve_mesh
 from k3jax.train.held_out import held_out_batches
-from k3jax.train.metrics import MetricsLog
+from k3jax.train.metrics import MetricsLog, Sink
 from k3jax.train.profile import Profile, steps_named
 from k3jax.train.run_config import RunConfig
 from k3jax.train.signals import stop_on_signals
-from k3jax.train.sinks import Sink, check_installed, open_sinks
+from k3jax.train.sinks import check_installed, open_sinks
 from k3jax.train.step import TrainStep
 
 Metrics = dict[str, Any]

@@ -6,20 +6,11 @@ import importlib.util
 import math
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from k3jax.train.metrics import Sink
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
-
-
-class Sink(Protocol):
-    """Takes the metrics of one step after the other."""
-
-    def write(self, metrics: dict[str, Any]) -> None: ...
-
-    def sync(self) -> None:
-        """Return when all of them are safe, as far as it is in this process's hands."""
-
-    def close(self) -> None: ...
 
 
 def check_installed(*, tensorboard: bool, wandb: str) -> None:
@@ -90,6 +81,6 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def numbers(metrics: dict[str, Any]) -> dict[str, int | float]:
     """What can be drawn: infinite values and text are left out, nan stays a gap that shows."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float) and not math.isinf(value)}

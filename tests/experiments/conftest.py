@@ -31,7 +31,7 @@ def share_compiled(patch):
         key = (job.config.step, job.spec, job.config.eval_every)
         if key not in seen:
             compile_anew(job)
-            seen[key] = {name: getattr(job, name) for name in names}
+            seen[key] = {name: value for name, value in vars(job).items() if name in names}
         vars(job).update(seen[key])
         return 0.0, 0.0
 

@@ -1,6 +1,7 @@
 """A training run: what it leaves behind, and that no interruption or failure changes a loss or harms a checkpoint."""
 
 import dataclasses
+import gzip
 import json
 import os
 import re
@@ -70,6 +71,19 @@ def test_a_checkpoint_of_something_else_is_refused_and_left_alone(unbroken, opti
     line = refusal(capsys, [*options, f"--workdir={unbroken.workdir}", "--resume", *changes])
     assert all(part in line for part in said), line
     assert content(unbroken.workdir) == before
+
+
+def test_a_profile_traces_just_its_steps_by_named_scopes(unbroken, files, tmp_path):
+    run = train(config_for(files, tmp_path / "run", profile="2:3"))
+    assert run.losses == unbroken.losses
+    (trace,), (events,) = ([*(tmp_path / "run" / "profile").rglob(f"*.{kind}")] for kind in ("xplane.pb", "trace.json.gz"))
+    told = trace.read_bytes()
+    scopes = "gradients optimizer reduce pipeline.send pipeline.embed pipeline.operation forward backward pipeline.head "
+    scopes += "pipeline.embed_backward pipeline.sums"
+    assert [scope for scope in scopes.split() if scope.encode() not in told] == []
+    steps = [e["args"]["step_num"] for e in json.loads(gzip.decompress(events.read_bytes()))["traceEvents"]
+             if e.get("name") == "step"]  # fmt: skip
+    assert [*map(int, steps)] == [2, 3]
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------

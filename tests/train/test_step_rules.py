@@ -104,6 +104,9 @@ def test_the_loop_copies_no_store_and_no_sum_of_gradients():
     state, batch = step.state_shapes, step.place(tiny.batch(step.config))
     hlo = step.gradients.lower(state.params, state.balance, batch).compile().as_text()
     check_that_the_loop_copies_no_store_and_no_sum(step, hlo)
+    kinds = (f"operation/cond/branch_{i}_fun/{kind}" for i, kind in enumerate(("idle", "forward", "backward")))
+    scopes = ("send", "embed", *kinds, "head", "embed_backward", "stores", "sums")
+    assert [scope for scope in scopes if f"pipeline.{scope}/" not in hlo] == []
 
 
 def test_layout_of_small_model_has_no_idle_slots():

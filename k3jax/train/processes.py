@@ -238,7 +238,7 @@ class _Watch(threading.Thread):
     def __init__(self, timeout: float):
         super().__init__(name="signs of life", daemon=True)
         self.timeout, self.interval = timeout, min(2.0, timeout / 5)
-        self._end, self._last = threading.Event(), ""
+        self._end = threading.Event()
 
     def run(self) -> None:
         seen: dict[str, tuple[str, float]] = {}

@@ -76,9 +76,13 @@ def test_a_checkpoint_of_something_else_is_refused_and_left_alone(unbroken, opti
 def test_a_profile_traces_just_its_steps_by_named_scopes(unbroken, files, tmp_path):
     run = train(config_for(files, tmp_path / "run", profile="2:3"))
     assert run.losses == unbroken.losses
-    (trace,), (events,) = ([*(tmp_path / "run" / "profile").rglob(f"*.{kind}")] for kind in ("xplane.pb", "trace.json.gz"))
+    (trace,), (events,) = (
+        [*(tmp_path / "run" / "profile").rglob(f"*.{kind}")] for kind in ("xplane.pb", "trace.json.gz")
+    )
     told = trace.read_bytes()
-    scopes = "gradients optimizer reduce pipeline.send pipeline.embed pipeline.operation forward backward pipeline.head "
+    scopes = (
+        "gradients optimizer reduce pipeline.send pipeline.embed pipeline.operation forward backward pipeline.head "
+    )
     scopes += "pipeline.embed_backward pipeline.sums"
     assert [scope for scope in scopes.split() if scope.encode() not in told] == []
     steps = [e["args"]["step_num"] for e in json.loads(gzip.decompress(events.read_bytes()))["traceEvents"]

@@ -161,6 +161,17 @@ def test_the_order_does_not_depend_on_the_batch_sizes(num_windows, seed, sizes):
     assert [pieces] == train_ids(corpus, batch=position, count=1)
 
 
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_some_rows_of_a_batch_are_those_of_the_whole_batch(split):
+    corpus, rows = counting_corpus(50), np.array([1, 2, 5])
+    whole, some = (islice(corpus.batches(split, 6, rows=which), 3) for which in (None, rows))
+    for all_of_it, part in zip(whole, some, strict=True):
+        np.testing.assert_array_equal(part.sample_ids, all_of_it.sample_ids)
+        assert part.position == all_of_it.position
+        for name in ("tokens", "targets", "segment_ids"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(all_of_it, name)[rows])
+
+
 @pytest.mark.parametrize("num_windows", [1, 2, 64, 257])
 def test_each_id_is_seen_once_an_epoch(num_windows):
     corpus = counting_corpus(num_windows, seq_len=2)

@@ -75,6 +75,7 @@ class Pair:
         return [(p.returncode, out, err) for p, (out, err) in zip(self.processes, ended, strict=True)]
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(alone, files, tmp_path):
     pair = Pair(options(files, tmp_path / "pair"))
     (status, out, _), (status_of_second, *silent) = pair.finish()
@@ -170,12 +171,16 @@ def test_half_an_address_is_refused(files, tmp_path, capsys, argv, said):
 
 @pytest.mark.parametrize(
     ("tasks", "said"),
-    [({}, "--coordinator=auto finds no SLURM"), ({"SLURM_NTASKS": "1"}, "nothing left to do")],
+    [
+        ({}, "--coordinator=auto finds no SLURM"),
+        pytest.param({"SLURM_NTASKS": "1"}, "nothing left to do", marks=pytest.mark.slow),
+    ],
 )
-def test_slurm_tells_where_the_others_are(alone, files, tmp_path, tasks, said):
+def test_slurm_tells_where_the_others_are(request, files, tmp_path, tasks, said):
     names = "SLURM_JOB_ID=7 SLURM_STEP_NODELIST=localhost SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=1"
     env = os.environ | (tasks and tasks | dict(word.split("=") for word in names.split()))
-    argv = [*options(files, alone.workdir), "--resume", "--coordinator=auto"]
+    workdir = request.getfixturevalue("alone").workdir if tasks else tmp_path / "run"
+    argv = [*options(files, workdir), "--resume", "--coordinator=auto"]
     run = subprocess.run(
         [sys.executable, "-m", "experiments.train", *argv], cwd=ROOT, env=env, text=True, capture_output=True
     )

@@ -42,13 +42,20 @@ CASES = {
     # Keys nearly parallel, next to nothing forgotten: gradients of v and beta come from what differs between the keys.
     "keys that cancel": (partial(problem, [-0.001], 0.99, T=130, K=64, V=64, H=1), 1.0),
 }
+BORDERS = (1, 15, 16, 128, 190)
 SWEEP = {
     f"{gate}, cosine {cosine}, documents {documents}": (
         partial(problem, [gate], cosine, T=197, K=128, V=128, documents=documents),
         1.0,
     )
-    for gate in (-0.001, -0.01, -0.5, -1.4, -3.0, -5.0)
-    for cosine, documents in ((0.0, None), (0.9, None), (0.9, (1, 15, 16, 128, 190)))
+    for gate, cosine, documents in (
+        (-0.001, 0.9, None),
+        (-0.01, 0.9, BORDERS),
+        (-0.5, 0.0, None),
+        (-1.4, 0.9, BORDERS),
+        (-3.0, 0.9, None),
+        (-5.0, 0.9, BORDERS),
+    )
 }
 
 

@@ -36,12 +36,20 @@ CASES = {
     ),
     "one short chunk": partial(problem, [-0.1], T=13, K=64, V=64),
 }
+BORDERS = (1, 15, 16, 128, 190)
 SWEEP = {
     f"{gate}, cosine {cosine}, documents {documents}": partial(
         problem, [gate], cosine, T=197, K=128, V=128, documents=documents
     )
-    for gate in (-0.001, -0.5, -1.4, -3.0, -5.0)
-    for cosine, documents in ((0.0, None), (0.99, None), (0.9, (1, 15, 16, 128, 190)))
+    for gate, cosine, documents in (
+        (-0.001, 0.99, None),
+        (-0.001, 0.9, BORDERS),
+        (-0.5, 0.0, None),
+        (-0.5, 0.9, BORDERS),
+        (-1.4, 0.99, None),
+        (-3.0, 0.9, BORDERS),
+        (-5.0, 0.99, None),
+    )
 }
 
 

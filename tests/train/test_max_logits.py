@@ -107,9 +107,7 @@ def test_the_problem_tells_masks_and_microbatches_apart():
 MESHES = [
     pytest.param("data=2,pipe=2,expert=2", dict(schedule="zb1p"), marks=pytest.mark.slow),
     ("data=2,pipe=2,context=2", dict(virtual=2, activations="*=recompute")),
-    pytest.param("data=2,pipe=2,expert=2", dict(schedule="1f1b"), marks=pytest.mark.slow),
     pytest.param("pipe=2", dict(virtual=2), marks=pytest.mark.slow),
-    pytest.param("data=1", dict(), marks=pytest.mark.slow),
 ]
 
 

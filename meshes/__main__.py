@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
+import sys
 from collections.abc import Sequence
 
 from meshes.command_line import parse
 from meshes.membership import Membership, membership
+from meshes.placement import placement
 from meshes.spec import AXES, MeshSpec
 from meshes.tables import print_table
 
@@ -26,11 +29,17 @@ class WhoIsWho:
     """Chunks of the layer stack on each pipeline stage (virtual stages)."""
     devices: int | None = None
     """Devices there will be: fills -1 and must be a multiple of the mesh. Not given, -1 counts JAX's devices here."""
+    hosts: int | None = None
+    """Hosts that the devices are spread over, equally many on each: shows which groups lie inside a host."""
 
     def __post_init__(self) -> None:
         if self.devices is not None and self.devices < 1:
             raise ValueError(f"--devices={self.devices}: a number of devices is 1 or more")
         membership(self.spec, self.rank or 0, self.virtual)  # refuses a bad mesh, rank or virtual
+        if self.hosts is not None and (self.hosts < 1 or self.spec.num_devices % self.hosts):
+            raise ValueError(
+                f"--hosts={self.hosts} must be 1 or more and divide the mesh's {self.spec.num_devices} devices"
+            )
 
     @property
     def spec(self) -> MeshSpec:
@@ -38,10 +47,17 @@ class WhoIsWho:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of all ranks, or one rank's card; wrapped to fit a terminal, plain aligned text elsewhere."""
+    """Print where groups lie if hosts are given, else all ranks or one rank's card.
+
+    Wrapped to fit a terminal, plain aligned text elsewhere.
+    """
     asked = parse(WhoIsWho, argv, prog=PROG)
     spec = asked.spec
     print(summary(spec, asked.virtual))
+    if asked.hosts is not None:
+        print_placement(spec, spec.num_devices // asked.hosts)
+        if asked.rank is None:
+            return
     if asked.rank is not None:
         print_table(("rank", str(asked.rank)), card(spec, membership(spec, asked.rank, asked.virtual)))
     else:
@@ -52,6 +68,31 @@ HEADER = (
     *("rank", "data", "pipe (stage)", "expert", "context (shard)"),
     *("chunks", "expert group", "dense replicas", "expert replicas"),
 )
+
+
+GROUPS = {
+    "expert (rows travel)": ("expert",),
+    "context (states travel)": ("context",),
+    "pipe (streams travel)": ("pipe",),
+    "replicas of dense parameters": ("data", "expert", "context"),
+    "replicas of experts": ("data", "context"),
+}
+
+
+def print_placement(spec: MeshSpec, per_host: int) -> None:
+    """A line for each kind of group; a warning on stderr if rows leave their host on the way to experts."""
+    where = {name: placement(spec, axes, per_host) for name, axes in GROUPS.items()}
+    print(f"{spec.num_devices // per_host} hosts of {per_host} devices")
+    header = ("groups along", "ranks", "hosts", "peers in the host", "next rank in the host")
+    rows = [(n, str(p.ranks), str(p.hosts), f"{p.inside:.0%}", f"{p.steps_inside:.0%}") for n, p in where.items()]
+    print_table(header, rows, header[1:])
+    if (away := placement(spec, "expert", per_host)).hosts > 1:
+        fits = math.gcd(spec.expert, max(per_host // spec.context, 1))
+        print(
+            f"warning: rows for experts leave their host: a group of {away.ranks} ranks is spread over {away.hosts} hosts and "
+            f"finds {away.inside:.0%} of its peers in its own; expert={fits} would stay inside",
+            file=sys.stderr,
+        )
 
 
 def summary(spec: MeshSpec, virtual: int) -> str:

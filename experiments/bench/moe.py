@@ -26,11 +26,11 @@ from rich.table import Table
 
 import meshes
 from experiments.bench import moe_peers
-from experiments.bench.collectives import received_bytes
 from experiments.bench.timing import in_turns, ratio
 from k3jax.activations.leaves import leaf_origins
 from k3jax.parallel.experts import mixture, plan, plan_local, run_experts
 from k3jax.parallel.experts.planner import counts, home_experts
+from k3jax.plan.hlo import received_by_kind
 from meshes.command_line import at_least, parse, refuse
 
 PROG = "python -m experiments.bench moe"
@@ -153,7 +153,7 @@ def bench(config: BenchMoe) -> list[dict[str, Any]]:
                 "rows": rows.tolist(),
                 "rows_max_over_mean": float(rows.max() / rows.mean()),
                 "dropped": float(drops.sum() / (R * config.tokens * k)),
-                "received_bytes_per_rank": received_bytes(compiled[name]),
+                "received_bytes_per_rank": sum(received_by_kind(compiled[name].as_text() or "").values()),
                 "median_ms": 1e3 * statistics.median(seconds[skew, name]),
                 "time_of_exact_all_gather": ratio(seconds[skew, name], seconds[skew, "exact all-gather"]),
                 "time_of_first_skew": ratio(seconds[skew, name], seconds[config.skews[0], name]),

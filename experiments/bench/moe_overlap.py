@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from k3jax.plan.hlo import COLLECTIVES, Operation, operations
 from meshes import MeshSpec
 from meshes.absent import TARGETS, absent_devices
 from meshes.command_line import at_least, parse, refuse
@@ -48,10 +49,6 @@ class BenchMoeOverlap:
             raise ValueError(f"--target={self.target} is not known: choose one of {', '.join(TARGETS)}")
 
 
-COLLECTIVES = (
-    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
-    "reduce-scatter",
-)  # fmt: skip
 NO_WORK = ("bitcast", "constant", "get-tuple-element", "parameter", "partition-id", "tuple")
 
 
@@ -68,54 +65,17 @@ class Message(NamedTuple):
     """Between its start and its end: parts of the layer whose matrix products stand there, "other" operations; how many."""
 
 
-class Operation(NamedTuple):
-    name: str
-    type: str
-    kind: str
-    rest: str
-    """Operands and attributes."""
-
-    @property
-    def operands(self) -> list[str]:
-        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
-
-    @property
-    def called(self) -> list[str]:
-        """Names of computations."""
-        lists = re.findall(
-            r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)",
-            self.rest,
-        )
-        return re.findall(r"[\w.\-]+", " ".join(lists))
-
-    @property
-    def part(self) -> str:
-        """The part of the layer it comes from, by the innermost scope that is named "moe.…"."""
-        path = self._attribute("op_name").replace("\\", "")
-        scopes = re.findall(r"moe\.([\w.]+)", path)
-        backward = " backward" if "transpose(" in path else ""
-        return scopes[-1] + backward if scopes else path.rpartition("/")[2]
-
-    @property
-    def multiplies(self) -> bool:
-        return self.kind in ("dot", "ragged-dot") or bool(
-            re.search("gemm|mosaic", self._attribute("custom_call_target"))
-        )
-
-    def _attribute(self, name: str) -> str:
-        found = re.search(rf'{name}="([^"]*)"', self.rest)
-        return found[1] if found else ""
+def part(operation: Operation) -> str:
+    """The part of the layer it comes from, by the innermost scope that is named "moe.…"."""
+    scopes = re.findall(r"moe\.([\w.]+)", operation.path)
+    backward = " backward" if "transpose(" in operation.path else ""
+    return scopes[-1] + backward if scopes else operation.path.rpartition("/")[2]
 
 
-def operations(text: str) -> dict[str, list[Operation]]:
-    """Of every computation of a scheduled program, in their order."""
-    of: dict[str, list[Operation]] = {}
-    for line in text.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            inside = of.setdefault(head[1], [])
-        elif one := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line):
-            inside.append(Operation(*one.groups()))
-    return of
+def multiplies(operation: Operation) -> bool:
+    """Whether it is a matrix product."""
+    kernel = re.search("gemm|mosaic", operation.attribute("custom_call_target"))
+    return operation.kind in ("dot", "ragged-dot") or bool(kernel)
 
 
 def messages(text: str) -> list[Message]:
@@ -143,7 +103,7 @@ def _messages(of: dict[str, list[Operation]], inside: list[Operation]) -> list[M
             found[at] = found[at]._replace(beside=dict(beside))
         elif operation.kind not in NO_WORK:
             for _, beside in open_.values():
-                beside[operation.part if _products(of, operation) else "other"] += 1
+                beside[part(operation) if _products(of, operation) else "other"] += 1
     return found
 
 
@@ -159,14 +119,14 @@ def _collective(of: dict[str, list[Operation]], operation: Operation) -> str | N
 
 def _products(of: dict[str, list[Operation]], operation: Operation) -> bool:
     """Whether it multiplies matrices, in what it calls or itself."""
-    return operation.multiplies or any(_products(of, each) for name in operation.called for each in of.get(name, ()))
+    return multiplies(operation) or any(_products(of, each) for name in operation.called for each in of.get(name, ()))
 
 
 def _ends(inside: list[Operation], message: Operation) -> tuple[str, str]:
     """Parts of the layer that made what this message sends, and that read what arrives."""
     by_name = {operation.name: operation for operation in inside}
     maker = by_name.get(message.operands[0])
-    while maker and not maker.part and maker.operands:
+    while maker and not part(maker) and maker.operands:
         maker = by_name.get(maker.operands[0])
     same, reader = {message.name}, ""
     for operation in inside[inside.index(message) + 1 :]:
@@ -174,8 +134,8 @@ def _ends(inside: list[Operation], message: Operation) -> tuple[str, str]:
             if operation.kind in (*NO_WORK, "copy") or operation.kind.endswith(("-done", "-start")):
                 same.add(operation.name)
             else:
-                reader = operation.part
-    return maker.part if maker else "", reader
+                reader = part(operation)
+    return part(maker) if maker else "", reader
 
 
 def compiled_layer(config: BenchMoeOverlap, devices: list[Any]) -> Any:

@@ -23,13 +23,13 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench.collectives import received_by_kind
 from experiments.bench.timing import in_turns, ratio
 from experiments.model_option import model_named
 from k3jax import optim
 from k3jax.activations.flops import flops
 from k3jax.optim.groups import is_group
 from k3jax.parallel.boxes import vary
+from k3jax.plan.hlo import received_by_kind
 from k3jax.train.config import StepConfig
 from k3jax.train.devices import abstract_mesh, build_mesh
 from k3jax.train.masters import make_optimizer
@@ -182,7 +182,7 @@ def bench(config: BenchMuon) -> list[dict[str, Any]]:
                 "time_of_optax_muon": ratio(seconds[name], seconds["optax muon"]),
                 "flops_per_rank": flops(traced[name].jaxpr.jaxpr),
                 "state_bytes_per_rank": bytes_on_a_rank(programs[name].state),
-                "received_bytes_per_rank": received_by_kind(compiled[name]),
+                "received_bytes_per_rank": received_by_kind(compiled[name].as_text() or ""),
                 "largest_difference_to_optax_muon": off if "muon" in name else None,
             }
         )

@@ -12,6 +12,7 @@ PROG = "python -m experiments.plan"
 PLANS = {
     "activations": "what a step stores for backward, name by name; chooses policies within a budget of bytes",
     "schedule": "pipeline tables side by side: bubbles, what is in flight, slots; as text and as a picture",
+    "traffic": "what a step sends over each axis of the mesh, and how long a cluster's links take for it",
     "memory": "bytes of a rank over the ticks of a step, by what they are for",
 }
 

@@ -41,8 +41,11 @@ class StepOptions:
     dtype: Literal["float32", "bfloat16"] = StepConfig.dtype
     """Compute dtype."""
 
-    def train_step(self, *, on_devices: bool = False, **changes: str) -> TrainStep:
-        """The step, for shapes and tracing, on fake devices to be compiled too; ValueError if it cannot be."""
+    def train_step(self, *, on_devices: bool = False, platform: str | None = None, **changes: str) -> TrainStep:
+        """The step, for shapes and tracing, on fake devices to be compiled too; ValueError if it cannot be.
+
+        platform: of the devices that it is planned for, if they are not like those here.
+        """
         import jax
 
         from k3jax.train.devices import abstract_mesh, build_mesh, resolve_mesh
@@ -51,7 +54,7 @@ class StepOptions:
         fields = {f.name for f in dataclasses.fields(StepConfig)} & {f.name for f in dataclasses.fields(StepOptions)}
         values: dict[str, Any] = {name: getattr(self, name) for name in fields} | changes
         mesh = (build_mesh if on_devices else abstract_mesh)(resolve_mesh(self.mesh))
-        return TrainStep(StepConfig(model=model_named(self.preset), **values), mesh)
+        return TrainStep(StepConfig(model=model_named(self.preset), **values), mesh, platform)
 
 
 def said_schedule(step: TrainStep) -> str:

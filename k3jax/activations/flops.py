@@ -54,7 +54,7 @@ def _made_from(jaxpr: core.Jaxpr, needed: set[int], end: str | None) -> tuple[in
             made, operands = _inside(eqn, subs, outs, end)
             total += made
         else:
-            total += _flops(eqn)
+            total += product_flops(eqn)
             operands = set(range(len(eqn.invars)))
         needed = needed | {id(eqn.invars[i]) for i in operands}
     return total, {i for i, var in enumerate(jaxpr.invars) if id(var) in needed}
@@ -86,7 +86,7 @@ def _runs(eqn: core.JaxprEqn) -> int:
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
-def _flops(eqn: core.JaxprEqn) -> int:
+def product_flops(eqn: core.JaxprEqn) -> int:
     """Two for each multiplication and addition of a matrix product."""
     if eqn.primitive.name not in PRODUCTS:
         return 0

@@ -79,11 +79,9 @@ class Masters:
             updates, state = optimizer.update(grads, state, masters)
             return self._clip_local(updates, masters, max_logits), state
 
-        if not self.owners:
-            return local(grads, state, masters, max_logits)
         specs = self.specs, state_specs, self.specs, P("pipe")
-        on_owners = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[:2])
-        return on_owners(grads, state, masters, max_logits)
+        on_ranks = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[:2])
+        return on_ranks(grads, state, masters, max_logits)
 
     def _clip_local(self, updates: Tree, masters: Tree, max_logits: dict[str, jax.Array]) -> Tree:
         """Updates after which the logits that were measured are at most `qk_clip`."""

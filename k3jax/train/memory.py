@@ -17,12 +17,11 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int64
 
 from k3jax.activations.residency import by_tick, reserved, resident
-from k3jax.model import Batch
 from k3jax.parallel import pipeline
 from k3jax.parallel.relay import Relay
 from k3jax.parallel.schedules import Schedule
 from k3jax.train.plan import buffer_bytes, bytes_per_rank
-from k3jax.train.step import TOKENS, TrainStep
+from k3jax.train.step import TrainStep
 from k3jax.train.stored import StoredLeaf, of_program
 
 
@@ -73,12 +72,7 @@ def compiled_temporaries(step: TrainStep) -> int:
     Parameters and optimizer state are arguments; all other parts are in it, and the workspace of operations. On CPU what
     waits in host memory is in it too.
     """
-    c = step.config
-    shape = (c.microbatches, c.global_batch // c.microbatches, c.seq_len)
-    tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(step.mesh, TOKENS))
-    given = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-    state = jax.tree.map(given, step.state_shapes, step.state_shardings)
-    analysis: Any = step.step.lower(state, Batch(tokens, tokens, tokens)).compile().memory_analysis()
+    analysis: Any = step.step.lower(*step.operands()).compile().memory_analysis()
     return analysis.temp_size_in_bytes
 
 

@@ -89,7 +89,8 @@ def make_train_step(config: StepConfig, mesh: Mesh | AbstractMesh) -> TrainStep:
 class TrainStep:
     """`init`, `step`, `evaluate` and `gradients` for one configuration on one mesh."""
 
-    def __init__(self, config: StepConfig, mesh: Mesh | AbstractMesh):
+    def __init__(self, config: StepConfig, mesh: Mesh | AbstractMesh, platform: str | None = None):
+        """platform: of the devices that an abstract mesh stands for; not given, JAX's here."""
         self.config, self.mesh = config, mesh
         self.resolved = config.resolve(shape_of(mesh))
         self.why_schedule = "asked for"
@@ -100,7 +101,8 @@ class TrainStep:
             schedule, self.why_schedule = choose(config, mesh)
             self.resolved = config.resolve(shape_of(mesh), schedule)
         self.layout = self.resolved.layout
-        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        here: str = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        platform = platform or here
         self.jit = functools.partial(jax.jit, compiler_options=compiler_options(platform))
         self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(platform))
         self.learning_rate = learning_rate_schedule(config)
@@ -186,6 +188,16 @@ class TrainStep:
 
         return Batch(*map(placed, batch))
 
+    def operands(self) -> tuple[TrainState, Batch]:
+        """What `step` is called with, as shapes; with shardings on a mesh of devices."""
+        c = self.config
+        tokens = jax.ShapeDtypeStruct((c.microbatches, c.global_batch // c.microbatches, c.seq_len), jnp.int32)
+        if isinstance(self.mesh, AbstractMesh):
+            return self.state_shapes, Batch._make([tokens] * 3)
+        placed = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+        tokens = placed(tokens, NamedSharding(self.mesh, TOKENS))
+        return jax.tree.map(placed, self.state_shapes, self.state_shardings), Batch._make([tokens] * 3)
+
     def on_one_rank(self, function: Callable[[pipeline.Program, Any], Any]) -> Any:
         """function(program, params) as one rank would run it, traced, also on an abstract mesh; nothing is compiled.
 
@@ -197,9 +209,7 @@ class TrainStep:
             found.append(function(*self._program(*operands)))
             return jnp.zeros(())
 
-        c, state = self.config, self.state_shapes
-        tokens = jax.ShapeDtypeStruct((c.microbatches, c.global_batch // c.microbatches, c.seq_len), jnp.int32)
-        batch = Batch._make([tokens] * 3)
+        state, batch = self.operands()
         jax.eval_shape(self._sharded(local, P()), state.params, state.balance, self._flags(), batch)
         return found[0]
 

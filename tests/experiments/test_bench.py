@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from experiments.bench import hf, kda, kda_gpu, moe, moe_overlap, muon
-from experiments.bench.collectives import group_size
 from k3jax.optim import group_table, newton_schulz_flops
 
 
@@ -259,17 +258,3 @@ def test_overlap_mistakes_are_one_line(argv, said, capsys):
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "groups, ranks",
-    [
-        ("replica_groups={{0,1,4,5},{2,3,6,7}}, dimensions={4}", 4),
-        ("replica_groups=[2,4]<=[8], channel_id=1", 4),
-        ("replica_groups=mesh['data'=2,'pipe'=1,'expert'=2,'context'=2] {'data','context'}, dimensions={0}", 4),
-        ("channel_id=1", None),
-    ],
-)
-def test_ranks_of_a_collective_are_read_in_all_forms(groups, ranks):
-    assert group_size(groups) == ranks

@@ -153,3 +153,22 @@ def test_bytes_are_read_as_they_are_written():
     for wrong in ("", "GiB", "-1", "1e9", "4 xB", "nan"):
         with pytest.raises(ValueError, match="not a number of bytes"):
             bytes_of(wrong)
+
+
+def test_traffic_is_listed_by_part_and_axis_with_the_time_of_links(options, capsys):
+    table = said(capsys, "traffic", *options)
+    header = ["part of the step", "axes", "collective", "ranks", "hosts", "messages", "bytes", "seconds"]
+    kinds = column(table, header, "collective")
+    assert {"forward", "backward", "between stages", "embedding and head", "sums of gradients"} <= kinds.keys()
+    assert kinds["between stages"] == "collective-permute" and column(table, header, "hosts")["backward"] == "1"
+    told = json.loads(said(capsys, "traffic", *options, "--json"))
+    assert told["mesh"] == {"data": 1, "pipe": 2, "expert": 2, "context": 1} and told["target"] == "h200"
+    assert all(0 < one["seconds"]["best"] <= one["seconds"]["worst"] for one in told["traffic"])
+    assert f"in all {in_bytes(round(sum(one['bytes'] for one in told['traffic'])))}" in table
+
+
+def test_traffic_refuses_a_target_that_is_not_there(options, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["traffic", *options, "--target=h300"])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "choose h200" in err and err.count("\n") == 1

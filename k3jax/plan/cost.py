@@ -102,7 +102,8 @@ def walk(program: core.ClosedJaxpr, mesh: Mapping[str, int]) -> Walk:
 
 def total(found: Costs, what: str, scope: str = "") -> np.ndarray:
     """Of everything in a scope and those inside it, [P]."""
-    inside = [cost for item, cost in found.items() if item.what == what and f"{item.scope}/".startswith(scope)]
+    within = lambda item: not scope or f"{item.scope}/".startswith(f"{scope}/")
+    inside = [cost for item, cost in found.items() if item.what == what and within(item)]
     return np.sum(inside, axis=0) if inside else np.zeros(1)
 
 

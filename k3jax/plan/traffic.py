@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from k3jax.plan.cost import MESSAGES, walk
+from k3jax.plan.cost import MESSAGES, Costs, walk
 from k3jax.plan.links import Seconds, link_seconds
 from k3jax.train.step import TrainStep
 from meshes.targets import Target
@@ -40,15 +40,19 @@ class Traffic(NamedTuple):
 
 def traffic(step: TrainStep) -> list[Traffic]:
     """All that is sent along axes with more than one rank, the largest part of a step first."""
-    costs = walk(step.step.trace(*step.operands()).jaxpr, step.resolved.mesh.sizes).costs
+    mesh = step.resolved.mesh.sizes
+    return by_part(walk(step.step.trace(*step.operands()).jaxpr, mesh).costs, rounds=mesh["expert"] - 1)
+
+
+def by_part(costs: Costs, rounds: int) -> list[Traffic]:
+    """The same from a step's costs; rounds: of messages that are sent `ONCE`."""
     sums: dict[tuple[str, tuple[str, ...], str], list] = {}
     for item, cost in costs.items():
         if not item.axes or item.what == MESSAGES:
             continue
         of = sums.setdefault((_part(item.scope), item.axes, item.what), [0.0, 0.0])
-        messages = costs[item._replace(what=MESSAGES, kind=item.what)]
-        rounds = step.resolved.mesh.sizes["expert"] - 1 if ONCE in item.scope.split("/") else 1
-        of[0], of[1] = of[0] + cost / rounds, of[1] + messages
+        of[0] = of[0] + cost / (rounds if ONCE in item.scope.split("/") else 1)
+        of[1] = of[1] + costs[item._replace(what=MESSAGES, kind=item.what)]
     found = [Traffic(*key, float(size.max()), float(messages.max())) for key, (size, messages) in sums.items()]
     order = {part: sum(t.bytes for t in found if t.part == part) for part in PARTS}
     return sorted(found, key=lambda t: (-order[t.part], t.part, -t.bytes))

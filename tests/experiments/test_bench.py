@@ -54,6 +54,7 @@ def test_mistakes_are_one_line(argv, said, capsys):
     assert said in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_gpu_benchmark_finds_the_kernels_right_in_the_interpreter(capsys):
     kda_gpu.main(["--interpret", "--json"])
     said = json.loads(capsys.readouterr().out)
@@ -166,6 +167,7 @@ def test_moe_mistakes_are_one_line(argv, said, capsys):
     assert said in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_muon_benchmark_counts_the_iteration_and_compares_with_optax(capsys):
     options = ["--rounds=1", "--json", "--model=nano", "--layers=1", "--replicas=2"]
     muon.main([*options, "--modes", "muon", "adamw", "muon, zero=1"])

@@ -75,7 +75,7 @@ def test_chunked_is_right_with_the_cheap_tiles_of_a_bounded_gate(bounded, right_
     assert_close(evaluate(bounded, cotangents_of(bounded), gate_lower_bound=BOUND), right_bounded)
 
 
-@pytest.mark.parametrize("bound", [None, BOUND])
+@pytest.mark.parametrize("bound", [pytest.param(None, marks=pytest.mark.slow), BOUND])
 def test_wide_heads_at_every_gate_strength_lose_no_row(bound):
     p = problem([*CONSTANT_GATES, BOUND * np.random.default_rng(0).random((128, 2, 128))], 0.9, T=128, K=128, V=128)
     p = p._replace(beta=np.full_like(p.beta, 0.5))

@@ -19,9 +19,9 @@ def inputs(T, K=64, V=64, H=1, documents=()):
 # Documents that go on over borders of chunks and segments, and start at them.
 CASES = {
     "one segment": ({"T": 70, "documents": (30,)}, 1),
-    "three, two heads": ({"T": 150, "H": 2, "documents": (20, 128, 140)}, 3),
 }
 SWEEP = {
+    "three, two heads": ({"T": 150, "H": 2, "documents": (20, 128, 140)}, 3),
     "two of one chunk": ({"T": 70, "documents": (30, 64)}, 2),
     "one document": ({"T": 250}, 2),
     "the last segment is empty": ({"T": 250, "documents": (63, 64, 65, 192)}, 3),
@@ -52,7 +52,7 @@ BETWEEN = ("kda_segment_maps", "kda_entering_cotangents")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("segments", [None, 2])
+@pytest.mark.parametrize("segments", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_forward_and_backward_lower_for_a_gpu_without_one(segments):
     _, arrays = inputs(130)
 

@@ -15,10 +15,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from experiments.bench import collectives
 from k3jax.ops.kda import kda
 from k3jax.ops.short_conv import short_conv
 from k3jax.parallel.context import kda_context_parallel, shard_length, short_conv_context_parallel
+from k3jax.plan.hlo import collectives
 
 B, T, H, K, V = 2, 72, 2, 8, 4
 # Documents that end inside, on and across the borders of 2 and 4 ranks (36; 18, 36, 54), and one of a single token.
@@ -155,7 +155,7 @@ def compiled_collectives(length, backward):
     shapes = [(B, length, H, K), (B, length, H, K), (B, length, H, V), (B, length, H, K), (B, length, H)]
     arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes] + [jax.ShapeDtypeStruct((B, length), jnp.int32)]
     program = jax.shard_map(local, mesh=mesh_of(4), in_specs=(tokens,) * 6, out_specs=tokens)
-    return collectives.collectives(jax.jit(program).lower(*arrays).compile())
+    return collectives(jax.jit(program).lower(*arrays).compile().as_text())
 
 
 def test_compiled_program_gathers_once_each_way_whatever_the_length():
@@ -164,7 +164,7 @@ def test_compiled_program_gathers_once_each_way_whatever_the_length():
     assert [c.kind for c in forward] == ["all-gather"]
     assert [c.kind for c in both] == ["all-gather"] * 2
     maps = 4 * B * H * K * (K + V)
-    assert sorted(c.result_bytes for c in both) == [4 * maps, 4 * (maps + 4 * B * 8)]
+    assert sorted(c.result for c in both) == [4 * maps, 4 * (maps + 4 * B * 8)]
     assert compiled_collectives(4096, backward=False) == forward
     assert compiled_collectives(4096, backward=True) == both
 

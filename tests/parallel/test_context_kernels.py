@@ -58,7 +58,7 @@ class OneDevice(NamedTuple):
 @pytest.mark.parametrize(
     ("T", "documents", "R", "segments"),
     [
-        (100, ((20, 50), (60,)), 2, 1),
+        pytest.param(100, ((20, 50), (60,)), 2, 1, marks=pytest.mark.slow),
         pytest.param(280, ((64, 140, 150), (204,)), 2, 2, marks=pytest.mark.slow),
         pytest.param(260, ((64, 65, 195), ()), 4, 1, marks=pytest.mark.slow),
     ],

@@ -98,7 +98,9 @@ def run(schedule: Schedule) -> None:
         assert sorted(seen[seen >= 0].tolist()) == (list(range(schedule.microbatches)) if wanted else [])
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, pytest.param(4, marks=pytest.mark.quick), 5, 8])
+@pytest.mark.parametrize(
+    "stages", [1, 2, 3, pytest.param(4, marks=pytest.mark.quick), 5, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_every_table_is_valid_and_executes(stages):
     for name, virtual, microbatches in cases(stages):
         schedule = build(name, stages=stages, virtual=virtual, microbatches=microbatches)

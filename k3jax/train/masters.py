@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
@@ -104,20 +105,30 @@ class Masters:
         """`qk_powers` of the elements of a weight that this rank owns."""
         return owners.own_flat(owners.flat(jnp.broadcast_to(jnp.asarray(power), owners.shape[-2:])))
 
-    @property
-    def orthogonalizer(self) -> Callable[[Tree, int], Tree] | None:
-        """For `optim.scale_by_muon`, where matrices are shared out."""
-        return self._orthogonalize_local if self.owners else None
-
-    def _orthogonalize_local(self, momenta: Tree, steps: int) -> Tree:
-        """Every matrix `directed` by the rank that it is dealt to."""
+    def orthogonalize_local(self, momenta: Tree, steps: int) -> Tree:
+        """Every matrix `directed`: by the rank that it is dealt to, or without owners by all that have it, or a piece of it."""
         paths, tree = jax.tree_util.tree_flatten_with_path(momenta)
         slices = {path_name(path): x for path, x in paths}
+        if not self.owners:
+            return tree.unflatten(self._directed_whole(name, x, steps) for name, x in slices.items())
         for names, deal in self.deals.items():
             rows = [slices[name].reshape(-1, slices[name].shape[-1]) for name in names]
             for name, made in zip(names, deal.run(functools.partial(directed, steps=steps), rows), strict=True):
                 slices[name] = made.reshape(slices[name].shape)
         return tree.unflatten(slices.values())
+
+    def _directed_whole(self, name: str, x: jax.Array, steps: int) -> jax.Array:
+        """`directed`, but that a matrix of which ranks hold pieces is made whole on each of them."""
+        for dim, axis in self._pieces[name].items():
+            whole = directed(lax.all_gather(x, axis, axis=dim, tiled=True), steps)
+            return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * x.shape[dim], x.shape[dim], dim)
+        return directed(x, steps)
+
+    @functools.cached_property
+    def _pieces(self) -> dict[str, dict[int, str]]:
+        """Of every parameter: the dim of its matrices that is sharded, at most one, and its mesh axis."""
+        specs = jax.tree_util.tree_leaves_with_path(self.param_specs, is_leaf=lambda x: isinstance(x, P))
+        return {path_name(path): {i: a for i, a in enumerate(spec) if a and i >= len(spec) - 2} for path, spec in specs}
 
     @functools.cached_property
     def deals(self) -> dict[tuple[str, ...], Deal]:
@@ -167,6 +178,6 @@ def make_optimizer(config: StepConfig, learning_rate: optax.Schedule, masters: M
     if config.optimizer == "adamw":
         return optim.adamw(learning_rate, **how)
     matrices = optim.scale_by_muon(
-        mu_dtype=config.momentum_dtype, groups=masters.groups, orthogonalizer=masters.orthogonalizer
+        mu_dtype=config.momentum_dtype, groups=masters.groups, orthogonalizer=masters.orthogonalize_local
     )
     return optim.muon_with_adamw(learning_rate, matrices, **how)

@@ -74,6 +74,26 @@ def test_five_steps_of_owners_equal_one_device_on_every_mesh(mesh, zero, pattern
     check_equal_to_one_device(mesh, zero, pattern)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_matrices_that_lie_in_pieces_are_orthogonalised_whole(zero):
+    """The dense FFN is sharded by its width: half a matrix has other singular vectors than the whole."""
+    one, two = (tiny.train_step(mesh, STEP, zero=z) for mesh, z in (("data=1", 0), ("expert=2", zero)))
+    random = np.random.default_rng(0)
+    draw = lambda a: random.normal(size=a.shape).astype(np.float32)
+    grads = jax.tree.map(draw, jax.eval_shape(one.init_params))
+    tops = {"0": jnp.zeros((*one.layout.layer_table.shape[:3], MODEL.num_heads))}
+
+    def updates(step: TrainStep):
+        masters, specs = step.masters, jax.tree.map(lambda s: s.spec, step.state_shardings.opt_state)
+        held = masters.own(step.init_params())
+        changed, _ = masters.update(step.optimizer, masters.own(grads), step.optimizer.init(held), specs, held, tops)
+        return masters.gather(changed)
+
+    want, got = (jax.jit(functools.partial(updates, step))() for step in (one, two))
+    assert two.masters.param_specs["dense"]["up"] == P(None, None, "expert")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), got, want)
+
+
 @pytest.mark.parametrize("q_lora_rank", [MODEL.q_lora_rank, None])
 def test_owners_clip_heads_under_adamw_too(q_lora_rank):
     """MLA in two slots, of which each head of each layer has a largest logit of its own."""

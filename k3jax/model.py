@@ -157,6 +157,18 @@ def init(config: ModelConfig, layout: StackLayout, seed: int) -> Params:
     }
 
 
+def init_shapes(config: ModelConfig, layout: StackLayout) -> Params:
+    """Shapes and dtypes of what `init` makes, without tracing it."""
+    stack = lambda tree, *dims: jax.tree.map(lambda a: jax.ShapeDtypeStruct((*dims, *a.shape), a.dtype), tree)
+    dims = layout.layer_table.shape[:3]
+    return {
+        "embed": shapes(config, "embed"),
+        "chunks": {str(p): stack(shapes(config, kind), *dims) for p, kind in enumerate(config.pattern)},
+        "dense": stack(shapes(config, "dense"), config.dense_layers) if config.dense_layers else {},
+        "head": shapes(config, "head"),
+    }
+
+
 def init_balance(config: ModelConfig, layout: StackLayout) -> dict[str, Any]:
     """Quantile balancing's selection bias of every slot, zeros; {"chunks": {p: [S, V, J, E]}}."""
     shape = (*layout.layer_table.shape[:3], config.num_experts)

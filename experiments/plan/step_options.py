@@ -41,10 +41,12 @@ class StepOptions:
     dtype: Literal["float32", "bfloat16"] = StepConfig.dtype
     """Compute dtype."""
 
-    def train_step(self, *, on_devices: bool = False, platform: str | None = None, **changes: str) -> TrainStep:
+    def train_step(
+        self, *, on_devices: bool = False, platform: str | None = None, memory: int | None = None, **changes: str
+    ) -> TrainStep:
         """The step, for shapes and tracing, on fake devices to be compiled too; ValueError if it cannot be.
 
-        platform: of the devices that it is planned for, if they are not like those here.
+        platform, memory: of the devices that it is planned for, if they are not like those here.
         """
         import jax
 
@@ -54,7 +56,7 @@ class StepOptions:
         fields = {f.name for f in dataclasses.fields(StepConfig)} & {f.name for f in dataclasses.fields(StepOptions)}
         values: dict[str, Any] = {name: getattr(self, name) for name in fields} | changes
         mesh = (build_mesh if on_devices else abstract_mesh)(resolve_mesh(self.mesh))
-        return TrainStep(StepConfig(model=model_named(self.preset), **values), mesh, platform)
+        return TrainStep(StepConfig(model=model_named(self.preset), **values), mesh, platform, memory)
 
 
 def said_schedule(step: TrainStep) -> str:

@@ -160,8 +160,8 @@ class Cut:
                 pieces = divide(step, mask, rest, list(map(self._source, step.operands)), self.refine, self.times)
             for piece, half, have in zip(pieces, (first, second), (Have.MADE, Have.LATE), strict=True):
                 if piece is not None:
-                    half.append(piece)
                     derived = piece.name in CHEAP and all(self._of(o) is Have.FREE for o in piece.operands)
+                    (first if derived else half).append(piece)  # loops' bodies may read it in both halves
                     self.have.update(dict.fromkeys(piece.results, Have.FREE if derived else have))
         return first, second
 

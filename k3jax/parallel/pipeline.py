@@ -55,6 +55,8 @@ class Program(NamedTuple):
     """Rows, each like the stream, that every chunk appends to the history; () if there is none. If there is, chunk and head
     take (stream, rows) as stream, and chunk returns it: all rows of the model, those to come with any finite values, on which
     nothing may depend. A chunk fills in its own."""
+    pullbacks: dict[bool, Pullback] | None = None
+    """Of this chunk, traced before, by whether weight gradients are an operation of their own; None: not kept."""
 
 
 KEEP_ALL = ActivationPolicy.parse("*=keep")
@@ -296,8 +298,11 @@ def example_of(schedule: Schedule, program: Program, params: Tree) -> tuple[Args
 
 def pullback_of(schedule: Schedule, program: Program, example: Args, histories: Histories) -> Pullback:
     """The pullback whose leaves the schedule's stores hold."""
-    num_history = len(jax.tree.leaves(histories.no_rows))
-    return Pullback(program.chunk, example, num_history=num_history, separate_weights=WEIGHT in schedule.kinds)
+    made, separate = program.pullbacks if program.pullbacks is not None else {}, WEIGHT in schedule.kinds
+    if separate not in made:
+        num_history = len(jax.tree.leaves(histories.no_rows))
+        made[separate] = Pullback(program.chunk, example, num_history=num_history, separate_weights=separate)
+    return made[separate]
 
 
 def receive(schedule: Schedule, histories: Histories, carry: Tree, row: Tree, stage: jax.Array) -> Tree:

@@ -58,13 +58,13 @@ class Pullback:
         found = output_origins(self._traced)[self._made.num_leaves :]
         self.origins = [stored(origin) for origin in known(found)]
         self.num_stream = len(stream) - num_history
-        kept = self._kept(leaves)
+        self._all_kept = kept = self._kept(leaves)
         self.spans: list[Span] = [(FORWARD, BACKWARD)] * len(kept)
         """Of each stored leaf."""
         self.shapes: Stored = {(FORWARD, BACKWARD): kept}
         names = [origin.names for origin in self.origins if origin.stored]
         if separate_weights:
-            self._separate(example, kept)
+            self._separate(example)
         self.names: dict[Span, list[frozenset[str]]] = self._by_span(names)
         """Of what is stored, in the order of `shapes`."""
         if separate_weights:
@@ -104,6 +104,17 @@ class Pullback:
         grads = self.split.after(*(values[i] for i in self.split.after_reads), *of_backward[:crossing])
         return jax.tree.unflatten(jax.tree.structure(given[0]), grads)
 
+    @property
+    def whole_forward(self) -> tuple[core.ClosedJaxpr, int]:
+        """The traced program, and how many of its outputs are the chunk's own; leaves follow them."""
+        return self._traced, self._made.num_leaves
+
+    def whole_backward(self, example: Args) -> core.ClosedJaxpr:
+        """Traced; from what is given again, all stored leaves and the stream's cotangent to gradients of weights and stream."""
+        weights, stream, extras = example
+        given = weights, jax.tree.leaves(stream)[self.num_stream :], extras
+        return jax.make_jaxpr(lambda *args: self._apply(*args))(given, self._all_kept, stream)
+
     # ---- how ----------------------------------------------------------------------------------------------------------
 
     def _kept(self, leaves: list) -> list:
@@ -127,12 +138,12 @@ class Pullback:
 
         return jax.tree.unflatten(self.treedef, [leaf(origin) for origin in self.origins])(d_stream)
 
-    def _separate(self, example: Args, kept: list) -> None:
+    def _separate(self, example: Args) -> None:
         """Cuts backward in two. Inputs of the whole are what is given again, stored leaves, and the stream's cotangent."""
         weights, stream, extras = example
-        all_stream = jax.tree.leaves(stream)
+        all_stream, kept = jax.tree.leaves(stream), self._all_kept
         given = weights, all_stream[self.num_stream :], extras
-        closed = jax.make_jaxpr(lambda *args: self._apply(*args))(given, kept, stream)
+        closed = self.whole_backward(example)
         num_weights, handed_in = len(jax.tree.leaves(weights)), len(jax.tree.leaves(given))
         first = [False] * num_weights + [True] * len(all_stream)
         free = [i < handed_in for i in range(len(closed.jaxpr.invars))]

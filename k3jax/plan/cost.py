@@ -57,7 +57,7 @@ class Item(NamedTuple):
     axes: tuple[str, ...] = ()
     """Of a collective, those with more than one rank."""
     kind: str = ""
-    """Of messages."""
+    """Of messages; of flops the dtype of the products."""
 
 
 Costs = dict[Item, np.ndarray]
@@ -147,7 +147,7 @@ class _Counter:
             if name in COLLECTIVES:
                 self._communicates(eqn, runs, inner)
             elif name in PRODUCTS:
-                self._add(Item(inner, "flops"), runs, product_flops(eqn))
+                self._add(Item(inner, "flops", kind=str(eqn.invars[0].aval.dtype)), runs, product_flops(eqn))
                 self._add(Item(inner, "bytes"), runs, sum(map(_nbytes, [*eqn.invars, *eqn.outvars])))
             elif not any(map(_counts, subs)):
                 continue

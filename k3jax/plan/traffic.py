@@ -11,7 +11,8 @@ from meshes.targets import Target
 
 PARTS = {
     "forward": ("gradients/pipeline.operation/forward",),
-    "backward": ("gradients/pipeline.operation/backward", "gradients/pipeline.operation/weight"),
+    "backward": ("gradients/pipeline.operation/backward",),
+    "weight gradients": ("gradients/pipeline.operation/weight",),
     "embedding and head": (
         "gradients/pipeline.embed",
         "gradients/pipeline.head",
@@ -50,7 +51,7 @@ def by_part(costs: Costs, rounds: int) -> list[Traffic]:
     for item, cost in costs.items():
         if not item.axes or item.what == MESSAGES:
             continue
-        of = sums.setdefault((_part(item.scope), item.axes, item.what), [0.0, 0.0])
+        of = sums.setdefault((part_of(item.scope), item.axes, item.what), [0.0, 0.0])
         of[0] = of[0] + cost / (rounds if ONCE in item.scope.split("/") else 1)
         of[1] = of[1] + costs[item._replace(what=MESSAGES, kind=item.what)]
     found = [Traffic(*key, float(size.max()), float(messages.max())) for key, (size, messages) in sums.items()]
@@ -63,7 +64,8 @@ def seconds(sent: Traffic, step: TrainStep, target: Target) -> Seconds:
     return link_seconds(sent.bytes, sent.messages, sent.axes, sent.kind, step.resolved.mesh, target)
 
 
-def _part(scope: str) -> str:
+def part_of(scope: str) -> str:
+    """Of PARTS, the one that a scope is in."""
     return next(
         name for name, scopes in PARTS.items() if any(f"{scope}/".startswith(f"{s}/" if s else s) for s in scopes)
     )

@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from k3jax.activations.flops import flops
@@ -46,22 +45,24 @@ class Times(NamedTuple):
         return f"products of F : B : W as 1 : {shares[0]:.2f} : {shares[1]:.2f}"
 
 
-def choose(config: StepConfig, mesh: Mesh | AbstractMesh) -> Choice:
-    """Of the tables made for the step's virtual stages; traces the step, compiles nothing.
+def choose(
+    config: StepConfig, mesh: Mesh | AbstractMesh, platform: str | None = None, memory_of_device: int | None = None
+) -> Choice:
+    """Of the tables made for the step's virtual stages; traces the step, compiles nothing. Arguments as of `TrainStep`.
 
     Raises ValueError if none fits. A mesh that does not say how much memory its devices have limits nothing: CPU, and one
-    without devices. Devices of a mesh are taken to be alike.
+    without devices, if it is not said here. Devices of a mesh are taken to be alike.
     """
     tables = config.tables(shape_of(mesh))
-    step_of = lambda schedule: TrainStep(dataclasses.replace(config, schedule=schedule.name), mesh)
+    first = TrainStep(dataclasses.replace(config, schedule=tables[0].name), mesh, platform)
     mixed = any(table.mixes for table in tables)
-    times = counted(step_of(tables[0])) if mixed else Times()
-    limit, needed = memory_limit(mesh), {}
+    times = counted(first) if mixed else Times()
+    limit, needed = memory_of_device or memory_limit(mesh), {}
 
     def fits(schedule: Schedule) -> bool:
         if limit is None:
             return True
-        needed[schedule.name] = sum(part.reserved for part in memory(step_of(schedule)) if part.place == "device")
+        needed[schedule.name] = sum(part.reserved for part in memory(first, schedule) if part.place == "device")
         return needed[schedule.name] <= (1 - WORKSPACE) * limit
 
     try:
@@ -85,17 +86,12 @@ def counted(step: TrainStep) -> Times:
     """Operations of the matrix products in one chunk's forward and backward."""
 
     def trace(program: pipeline.Program, params: Any) -> Times:
-        example, _ = pipeline.example_of(step.resolved.schedule, program, params)
-
-        def operations(weights, stream, extras):
-            run = lambda w, x: program.chunk(w, x, extras)
-            made, pull, _ = jax.vjp(run, weights, stream, has_aux=True)
-            d_weights, d_stream = pull(made)
-            return made, d_stream, d_weights
-
-        closed, shapes = jax.make_jaxpr(operations, return_shape=True)(*example)
-        ends = np.cumsum([len(jax.tree.leaves(shape)) for shape in shapes])
-        forward, to_stream, everything = (flops(closed.jaxpr, range(end)) for end in ends)
-        return Times(forward, everything - forward, everything - to_stream)
+        schedule = step.resolved.schedule
+        example, histories = pipeline.example_of(schedule, program, params)
+        pullback = pipeline.pullback_of(schedule, program, example, histories)
+        (forward, made), backward = pullback.whole_forward, pullback.whole_backward(example).jaxpr
+        of_stream = range(len(jax.tree.leaves(example[0])), len(backward.outvars))
+        everything = flops(backward)
+        return Times(flops(forward.jaxpr, range(made)), everything, everything - flops(backward, of_stream))
 
     return step.on_one_rank(trace)

@@ -16,11 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int64
 
+from k3jax import model as lm
 from k3jax.activations.residency import by_tick, reserved, resident
 from k3jax.parallel import pipeline
 from k3jax.parallel.relay import Relay
 from k3jax.parallel.schedules import Schedule
-from k3jax.train.plan import buffer_bytes, bytes_per_rank
+from k3jax.train.plan import buffer_bytes, bytes_per_rank, shard_bytes
 from k3jax.train.step import TrainStep
 from k3jax.train.stored import StoredLeaf, of_program
 
@@ -37,33 +38,53 @@ class Part(NamedTuple):
     """Or "host". XLA's statistics on CPU count both as one."""
 
 
-def memory(step: TrainStep) -> list[Part]:
-    """Weights, optimizer state, gradients, mailbox, and stores by policy; traced, not compiled."""
-    schedule, shardings = step.resolved.schedule, step.state_shardings
-    of = lambda name: bytes_per_rank(getattr(step.state_shapes, name), getattr(shardings, name))
+def memory(step: TrainStep, schedule: Schedule | None = None) -> list[Part]:
+    """Weights, optimizer state, gradients, mailbox, and stores by policy; traced, not compiled.
+
+    schedule: another table for the step's chunks; not given, its own.
+    """
+    schedule = schedule or step.resolved.schedule
 
     def trace(program: pipeline.Program, params: Any):
         example, histories = pipeline.example_of(schedule, program, params)
         message = histories.part(example[1], jnp.int32(0))[0], histories.no_rows
         sizes = nbytes(params), nbytes(message), nbytes(histories.empty())
-        return *sizes, of_program(step, program, example, histories)
+        return *sizes, of_program(step, schedule, program, example, histories)
 
     cast, message, history, leaves = step.on_one_rank(trace)
-    copied = 0 if cast == of("params") else cast
-    constant = [
-        ("parameters", of("params")),
-        ("master weights", of("master")),
-        ("optimizer state", of("opt_state") + of("balance")),
-        (f"parameters in {step.config.dtype}", copied),
-        ("gradients", gradients(step)),
-    ]
-    parts = [Part(name, size, np.full(schedule.mail.shape, size)) for name, size in constant if size]
+    parts, weights = state_parts(step, schedule), bytes_of_state(step, "params")
+    if cast != weights:
+        parts.append(_constant(schedule, f"parameters in {step.config.dtype}", cast))
     slots = schedule.num_mail_slots + 2  # one takes what nobody waits for, and one is on its way
     parts.append(Part("mailbox", slots * message, message * mail_in_use(schedule)))
     if step.layout.blocks_begun:
         relay = Relay(schedule, step.layout.blocks_begun)
         parts.append(Part("residual blocks", history, history // relay.num_slots * relay.alive))
     return parts + stores(schedule, leaves)
+
+
+def state_parts(step: TrainStep, schedule: Schedule | None = None) -> list[Part]:
+    """The same of what does not depend on activations: nothing of the model is traced for it."""
+    schedule = schedule or step.resolved.schedule
+    sizes = {
+        "parameters": bytes_of_state(step, "params"),
+        "master weights": bytes_of_state(step, "master"),
+        "optimizer state": bytes_of_state(step, "opt_state") + bytes_of_state(step, "balance"),
+        "gradients": gradients(step),
+    }
+    parts = [_constant(schedule, name, size) for name, size in sizes.items() if size]
+    if step.masters.local_chunk_owners is not None:
+        parts.append(_constant(schedule, "sums of gradients", shard_bytes(step), "host"))
+    return parts
+
+
+def bytes_of_state(step: TrainStep, name: str) -> int:
+    """Of one rank's part of a field of the training state."""
+    return bytes_per_rank(getattr(step.state_shapes, name), getattr(step.state_shardings, name))
+
+
+def _constant(schedule: Schedule, name: str, size: int, place: str = "device") -> Part:
+    return Part(name, size, np.full(schedule.mail.shape, size), place)
 
 
 def compiled_temporaries(step: TrainStep) -> int:
@@ -78,7 +99,7 @@ def compiled_temporaries(step: TrainStep) -> int:
 
 def gradients(step: TrainStep) -> int:
     """Bytes of the sums that the executor's loop carries on the device; with ZeRO-2, chunks have a few buffers for all."""
-    shapes, specs = jax.eval_shape(step.init_params), step.specs
+    shapes, specs = lm.init_shapes(step.config.model, step.layout), step.specs
     whole = lambda part: bytes_per_rank(shapes[part], jax.tree.map(lambda s: NamedSharding(step.mesh, s), specs[part]))
     rest = sum(whole(part) for part in shapes if part != "chunks")
     return rest + (buffer_bytes(step) if step.config.zero == 2 else whole("chunks"))

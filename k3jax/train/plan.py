@@ -129,8 +129,9 @@ def _gradients(step: TrainStep) -> Rows:
         said = f"{in_bytes(whole)} in the pipeline; then {in_bytes(master)} on each owner"
     else:
         buffers = f"{in_bytes(buffer_bytes(step))} in {min(BUFFERS, config.virtual)} chunk buffers"
-        shards = 4 * config.virtual * sum(o.of_chunk(o.owned) for o in jax.tree.leaves(step.masters.owners["chunks"]))
-        said = f"{buffers}, {in_bytes(shards)} of shards in host memory; then {in_bytes(master)} on each owner"
+        said = (
+            f"{buffers}, {in_bytes(shard_bytes(step))} of shards in host memory; then {in_bytes(master)} on each owner"
+        )
     dense, experts = (
         math.prod(sizes[a] for a in axes) for axes in (("data", "expert", "context"), ("data", "context"))
     )
@@ -162,6 +163,12 @@ def float32_bytes(step: TrainStep) -> tuple[int, int]:
     if not step.masters.owners:
         return whole, whole
     return whole, bytes_per_rank(step.state_shapes.master, step.state_shardings.master)
+
+
+def shard_bytes(step: TrainStep) -> int:
+    """Float32 bytes of a rank's sums over microbatches, in host memory, of the gradients that it owns (ZeRO-2)."""
+    owners: Any = step.masters.owners
+    return 4 * step.config.virtual * sum(o.of_chunk(o.owned) for o in jax.tree.leaves(owners["chunks"]))
 
 
 def buffer_bytes(step: TrainStep) -> int:

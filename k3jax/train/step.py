@@ -7,6 +7,7 @@ M microbatches, B local sequences of a microbatch, T local tokens. For S, V, J, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from k3jax.optim.groups import path_name
 from k3jax.parallel import boxes, pipeline
 from k3jax.parallel.experts import LoadMetrics, best_exchange, load_metrics
 from k3jax.parallel.layout import StackLayout
-from k3jax.parallel.pullback import HELD, STREAM
+from k3jax.parallel.pullback import HELD, STREAM, Pullback
 from k3jax.parallel.routing import balanced_bias
 from k3jax.parallel.schedules import WEIGHT, forward_only
 from k3jax.train.config import StepConfig
@@ -89,8 +90,13 @@ def make_train_step(config: StepConfig, mesh: Mesh | AbstractMesh) -> TrainStep:
 class TrainStep:
     """`init`, `step`, `evaluate` and `gradients` for one configuration on one mesh."""
 
-    def __init__(self, config: StepConfig, mesh: Mesh | AbstractMesh, platform: str | None = None):
-        """platform: of the devices that an abstract mesh stands for; not given, JAX's here."""
+    def __init__(
+        self, config: StepConfig, mesh: Mesh | AbstractMesh, platform: str | None = None, memory: int | None = None
+    ):
+        """platform, memory: of the devices that the mesh stands for, where there are none to ask; bytes of one device.
+
+        Not given, JAX's platform here, and memory without end.
+        """
         self.config, self.mesh = config, mesh
         self.resolved = config.resolve(shape_of(mesh))
         self.why_schedule = "asked for"
@@ -98,23 +104,39 @@ class TrainStep:
         if config.schedule == "auto":
             from k3jax.train.choice import choose  # which traces steps itself
 
-            schedule, self.why_schedule = choose(config, mesh)
+            schedule, self.why_schedule = choose(config, mesh, platform, memory)
             self.resolved = config.resolve(shape_of(mesh), schedule)
         self.layout = self.resolved.layout
         here: str = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
-        platform = platform or here
-        self.jit = functools.partial(jax.jit, compiler_options=compiler_options(platform))
-        self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(platform))
+        self.platform = platform or here
+        self.memory = memory
+        self.jit = functools.partial(jax.jit, compiler_options=compiler_options(self.platform))
+        self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(self.platform))
         self.learning_rate = learning_rate_schedule(config)
-        self.masters = Masters(config, mesh, jax.eval_shape(self.init_params))
+        shapes = lm.init_shapes(config.model, self.layout)
+        self.masters = Masters(config, mesh, shapes)
         self.specs = self.masters.param_specs
         self.optimizer = make_optimizer(config, self.learning_rate, self.masters)
-        self.state_shapes = jax.eval_shape(self._init)
+        self.state_shapes = jax.eval_shape(self._state_of, shapes)
         self.state_shardings = self._shardings(self.state_shapes)
         self.param_names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.specs)]
         self.activation_names = activation_names(config.model)
         held = {HELD} if WEIGHT in self.resolved.schedule.kinds else set()
         self.resolved.policy.check(self.activation_names | {STREAM} | held)
+        self._pullbacks: dict[bool, Pullback] = {}  # tracing a chunk takes most of the time of a plan
+
+    def changed(self, **changes: Any) -> TrainStep:
+        """The step of a changed configuration, for plans: a chunk that is the same is not traced again."""
+        other = TrainStep(dataclasses.replace(self.config, **changes), self.mesh, self.platform, self.memory)
+        if other._of_chunk == self._of_chunk:
+            other._pullbacks = self._pullbacks
+        return other
+
+    @property
+    def _of_chunk(self) -> tuple:
+        """What the program of a chunk depends on, on this mesh."""
+        c = self.config
+        return self.layout, self.resolved.policy, c.dtype, c.microbatches, c.global_batch, c.seq_len
 
     # ---- public -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +238,11 @@ class TrainStep:
     # ---- what is compiled ---------------------------------------------------------------------------------------------
 
     def _init(self) -> TrainState:
-        masters = self.masters.own(self.init_params())
+        return self._state_of(self.init_params())
+
+    def _state_of(self, params: Any) -> TrainState:
+        """The state before the first step, of whole parameters."""
+        masters = self.masters.own(params)
         balance = lm.init_balance(self.config.model, self.layout)
         zero = lambda: jnp.zeros((), jnp.int32)
         return self._state(zero(), masters, self.optimizer.init(masters), balance, zero())
@@ -357,7 +383,7 @@ class TrainStep:
         def head(params, stream, m, is_last):
             return lm.head_loss(config, params, whole(stream), microbatch(m), axes=self.axes, is_last=is_last)
 
-        return pipeline.Program(embed, chunk, extras, head, self.layout.blocks_begun), params
+        return pipeline.Program(embed, chunk, extras, head, self.layout.blocks_begun, self._pullbacks), params
 
     def _shardings(self, state: TrainState) -> TrainState:
         """Shardings of a state: optimizer leaves lie like the master weight whose path theirs ends with."""
@@ -382,7 +408,7 @@ def activation_names(model: ModelConfig) -> frozenset[str]:
     """Names that the model's chunks tag, whatever the mesh."""
     layout = StackLayout(model)
     only = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), tree)
-    params = jax.eval_shape(lambda: lm.init(model, layout, 0))
+    params = lm.init_shapes(model, layout)
     balance = jax.eval_shape(lambda: lm.init_balance(model, layout))
     flags = {name: jax.ShapeDtypeStruct(table.shape[2:], jnp.int32) for name, table in layout.flag_tables.items()}
     batch = Batch._make([jax.ShapeDtypeStruct((1, 2), jnp.int32)] * 3)

@@ -12,10 +12,14 @@ from k3jax.activations.machine import Machine
 from k3jax.activations.planner import Activation
 from k3jax.activations.policy import Policy
 from k3jax.activations.records import Leaf
+from k3jax.activations.residency import transfers
 from k3jax.activations.stores import Leaf as StoreLeaf
 from k3jax.activations.stores import Span
 from k3jax.parallel import pipeline
 from k3jax.parallel.histories import Histories
+from k3jax.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule
+from k3jax.parallel.zero import buffering
+from k3jax.train.plan import shard_bytes
 from k3jax.train.step import TrainStep
 
 
@@ -41,9 +45,27 @@ def stored_leaves(step: TrainStep) -> list[StoredLeaf]:
     """All that the pullback of one rank's chunk stores under the step's policy; names it recomputes are not among them."""
 
     def trace(program: pipeline.Program, params: Any):
-        return of_program(step, program, *pipeline.example_of(step.resolved.schedule, program, params))
+        schedule = step.resolved.schedule
+        return of_program(step, schedule, program, *pipeline.example_of(schedule, program, params))
 
     return step.on_one_rank(trace)
+
+
+def hosted_bytes(step: TrainStep) -> dict[str, float]:
+    """Bytes between a rank's device and its host's memory in a step, the mean over ranks, by who waits for them."""
+    schedule, moved = step.resolved.schedule, {}
+    names = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradients"}
+    for leaf in stored_leaves(step):
+        if leaf.policy.storage == "local-offload":
+            crossing = transfers(schedule, *leaf.span, leaf.policy.storage) * leaf.bytes / schedule.stages
+            for kind in leaf.span:
+                moved[names[kind]] = moved.get(names[kind], 0.0) + crossing / 2
+    if step.masters.local_chunk_owners is not None:  # a flush reads a chunk's shard, but the first, and writes it
+        plan = buffering(schedule)
+        flushes = (plan.flush[:, :, 0] >= 0).sum() / schedule.stages + plan.num_buffers
+        shard = shard_bytes(step) / schedule.virtual
+        moved["sums of gradients"] = shard * (2 * flushes - schedule.virtual) + shard_bytes(step)
+    return moved
 
 
 def stored_and_flops(step: TrainStep) -> tuple[list[StoredLeaf], dict[str, int]]:
@@ -52,14 +74,16 @@ def stored_and_flops(step: TrainStep) -> tuple[list[StoredLeaf], dict[str, int]]
     def trace(program: pipeline.Program, params: Any):
         example, histories = pipeline.example_of(step.resolved.schedule, program, params)
         flops = flops_by_name(jax.make_jaxpr(program.chunk)(*example).jaxpr)
-        return of_program(step, program, example, histories), flops
+        return of_program(step, step.resolved.schedule, program, example, histories), flops
 
     return step.on_one_rank(trace)
 
 
-def of_program(step: TrainStep, program: pipeline.Program, example: Any, histories: Histories) -> list[StoredLeaf]:
+def of_program(
+    step: TrainStep, schedule: Schedule, program: pipeline.Program, example: Any, histories: Histories
+) -> list[StoredLeaf]:
     """The stored leaves, of a rank's program, the arguments of a chunk, and what chunks append."""
-    pullback = pipeline.pullback_of(step.resolved.schedule, program, example, histories)
+    pullback = pipeline.pullback_of(schedule, program, example, histories)
     return [
         StoredLeaf(names, span, jax.ShapeDtypeStruct(leaf.shape.shape, leaf.shape.dtype), leaf.policy, leaf.bytes)
         for span, of_span in pullback.leaves(step.resolved.policy).items()

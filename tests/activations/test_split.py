@@ -215,6 +215,25 @@ def test_a_sum_moves_to_the_first_half_if_its_operand_would_be_held():
 
 
 @pytest.mark.quick
+def test_what_a_loop_reads_of_both_halves_numbers_is_there_in_both():
+    """A number that only the second half needs, until a sum that it scales moves to the first."""
+
+    def function(x):
+        number = lax.iota(jnp.float32, 3)[1]
+
+        def body(early, row):
+            wide = jnp.sin(row)
+            return early + wide.sum(), (wide * number).sum()
+
+        return lax.scan(body, 0.0, x)
+
+    x = jnp.linspace(0.0, 1.0, 4 * 64).reshape(4, 64)
+    closed = jax.make_jaxpr(function)(x)
+    got = join(closed, [True, False], [x], free=[False])
+    jax.tree.map(np.testing.assert_array_equal, got, list(function(x)))
+    assert [c.shape for c in split(closed, [True, False], free=[False]).crossing] in ([(4,)], [])
+
+
 def test_an_input_that_is_not_free_is_read_by_w_only_where_that_holds_less():
     """A residual that W needs rounded: the rounded copy crosses and the residual dies; as a free input it is read again."""
 

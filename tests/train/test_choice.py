@@ -50,9 +50,12 @@ def test_nothing_that_fits_is_faster(counts, operations, needed, limit):
     pipe, config = counts[0], StepConfig(virtual=counts[1], microbatches=counts[2])
     times = Times(operations[0], sum(operations[1:]), operations[2])
     replaced = dict(
-        TrainStep=lambda config, mesh: config.schedule,
+        TrainStep=lambda config, mesh, platform: config.schedule,
         counted=lambda step: times,
-        memory=lambda step: [Part("all", needed[step], np.zeros(0)), Part("away", 10**9, np.zeros(0), "host")],
+        memory=lambda step, schedule: [
+            Part("all", needed[schedule.name], np.zeros(0)),
+            Part("away", 10**9, np.zeros(0), "host"),
+        ],
         memory_limit=lambda mesh: limit,
     )
     tables = config.tables(MeshSpec(pipe=pipe))

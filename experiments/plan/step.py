@@ -12,7 +12,9 @@ from experiments.plan.memory import row, total
 from experiments.plan.step_options import StepOptions, said_schedule
 from k3jax.plan.links import Seconds
 from k3jax.plan.step_plan import StepPlan, assumptions, plan_step, told
+from k3jax.train.choice import NothingFitsError
 from k3jax.train.plan import in_bytes, short
+from k3jax.train.step import TrainStep
 from meshes import MeshSpec
 from meshes.command_line import parse
 from meshes.tables import print_table
@@ -47,8 +49,16 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
     if not asked.global_batch:
         sizes = MeshSpec.parse(asked.mesh).sizes
         asked = dataclasses.replace(asked, global_batch=asked.microbatches * sizes["data"] * sizes["expert"])
-    plan = plan_step(asked.train_step(platform="cuda", memory=target.memory.bytes), target)
+    plan = plan_step(planned(asked, target), target)
     print(json.dumps(told(plan))) if asked.json else show(plan)
+
+
+def planned(asked: PlanStep, target: Target) -> TrainStep:
+    """The step with a schedule that fits on the target, or else with the fastest one."""
+    try:
+        return asked.train_step(platform="cuda", memory=target.memory.bytes)
+    except NothingFitsError:
+        return asked.train_step(platform="cuda")
 
 
 def show(plan: StepPlan) -> None:

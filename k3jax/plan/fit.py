@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -56,31 +57,39 @@ def fit(step: TrainStep, target: Target) -> Fit:
 
 
 def smallest_change(step: TrainStep, target: Target) -> Change | None:
-    """The first of `changes` with which the step fits; None if it fits with none of them."""
+    """The change with which the step fits that costs least time; None if there is none among those known here.
+
+    Sharing out masters and gradients costs next to nothing, so the least activations are given up: with each change of
+    theirs, in order, every change of the state whose own bytes fit is tried.
+    """
     limit, _ = limits(target)
-    for change in changes(step.config):
-        try:
-            other = step.changed(**change)
-        except ValueError:  # microbatches that the batch or the schedule does not divide by
-            continue
-        if sum(part.reserved for part in state_parts(other)) > limit:
-            continue  # whatever its activations
-        if (found := fit(other, target)).holds:
-            return Change(change, found)
+    name = step.resolved.schedule.name
+    changed = lambda change: step.changed(**{"schedule": name} | change)
+    states = []
+    for change in state_changes(step.config):
+        with contextlib.suppress(ValueError):  # more virtual stages than the model has groups for
+            if sum(part.reserved for part in state_parts(changed(change)) if part.place == "device") <= limit:
+                states.append(change)
+    for of_activations in activation_changes(step.config):
+        for of_state in states:
+            change = of_activations | of_state
+            with contextlib.suppress(ValueError):  # microbatches that the batch does not divide by
+                if change and (found := fit(changed(change), target)).holds:
+                    return Change(change, found)
     return None
 
 
-def changes(config: StepConfig) -> Iterator[dict[str, Any]]:
-    """One thing changed, then two, then three; of each the ones first that cost less time.
+def state_changes(config: StepConfig) -> Iterator[dict[str, Any]]:
+    """Of what is shared out over replicas: nothing, then less and less kept. ZeRO-2 holds gradients of two chunks, so it
+    gains by virtual stages."""
+    yield {}
+    yield from ({"zero": level} for level in (1, 2) if level > config.zero)
+    if config.virtual == 1:
+        yield from ({"zero": 2, "virtual": n, "schedule": "interleaved_1f1b"} for n in (2, 3))
 
-    Sharing out masters and gradients costs next to nothing; then policies of activations; then smaller microbatches, of which
-    there are more.
-    """
-    zeros = [{"zero": level} for level in (1, 2) if level > config.zero]
-    policies = [{"activations": policy} for policy in POLICIES if policy != config.activations]
-    more = [{"microbatches": n * config.microbatches} for n in (2, 4)]
-    yield from (*zeros, *policies, *more)
-    best_zero = zeros[-1:]
-    yield from (zero | policy for zero in best_zero for policy in policies)
-    yield from (first | second for first in [*best_zero, *policies] for second in more)
-    yield from (zero | policy | second for zero in best_zero for policy in policies for second in more)
+
+def activation_changes(config: StepConfig) -> Iterator[dict[str, Any]]:
+    """Of what is stored for backward: nothing, policies, smaller microbatches, both."""
+    policies = [{}, *({"activations": policy} for policy in POLICIES if policy != config.activations)]
+    yield from policies
+    yield from (policy | {"microbatches": n * config.microbatches} for n in (2, 4) for policy in policies)

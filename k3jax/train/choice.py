@@ -25,6 +25,10 @@ WORKSPACE = 0.1
 """Share of a device's memory that no prediction may take: what operations need while they run is not in it."""
 
 
+class NothingFitsError(ValueError):
+    """No schedule fits into a device's memory."""
+
+
 class Choice(NamedTuple):
     schedule: Schedule
     why: str
@@ -50,7 +54,7 @@ def choose(
 ) -> Choice:
     """Of the tables made for the step's virtual stages; traces the step, compiles nothing. Arguments as of `TrainStep`.
 
-    Raises ValueError if none fits. A mesh that does not say how much memory its devices have limits nothing: CPU, and one
+    Raises NothingFitsError if none fits. A mesh that does not say how much memory its devices have limits nothing: CPU, and one
     without devices, if it is not said here. Devices of a mesh are taken to be alike.
     """
     tables = config.tables(shape_of(mesh))
@@ -69,7 +73,7 @@ def choose(
         schedule = best(tables, fits, **times._asdict())
     except ValueError as none:
         takes = ", ".join(f"{name} {in_bytes(size)}" for name, size in needed.items())
-        raise ValueError(f"{none}; of {in_bytes(limit or 0)} on a device, {WORKSPACE:.0%} kept free: {takes}") from None
+        raise NothingFitsError(f"{none}; of {in_bytes(limit or 0)} on a device, {WORKSPACE:.0%} kept free: {takes}") from None
     bubbles = {table.name: bubble for bubble, table in ranked(tables, **times._asdict())}
     others = ", ".join(f"{name} {bubble:.3f}" for name, bubble in bubbles.items() if name != schedule.name)
     why = [f"bubble in lock-step {bubbles[schedule.name]:.3f}" + (f", of others {others}" if others else "")]

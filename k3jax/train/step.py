@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax import model as lm
 from k3jax.activations.leaves import tagged_names
+from k3jax.activations.policy import RECOMPUTE
 from k3jax.activations.stores import Traffic
 from k3jax.configs import ModelConfig
 from k3jax.layers.common import Axes
@@ -109,7 +110,6 @@ class TrainStep:
         self.layout = self.resolved.layout
         here: str = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
         self.platform = platform or here
-        self.memory = memory
         self.jit = functools.partial(jax.jit, compiler_options=compiler_options(self.platform))
         self.axes = Axes("pipe", "expert", "context", exchange=best_exchange(self.platform))
         self.learning_rate = learning_rate_schedule(config)
@@ -127,7 +127,7 @@ class TrainStep:
 
     def changed(self, **changes: Any) -> TrainStep:
         """The step of a changed configuration, for plans: a chunk that is the same is not traced again."""
-        other = TrainStep(dataclasses.replace(self.config, **changes), self.mesh, self.platform, self.memory)
+        other = TrainStep(dataclasses.replace(self.config, **changes), self.mesh, self.platform)
         if other._of_chunk == self._of_chunk:
             other._pullbacks = self._pullbacks
         return other
@@ -135,8 +135,9 @@ class TrainStep:
     @property
     def _of_chunk(self) -> tuple:
         """What the program of a chunk depends on, on this mesh."""
-        c = self.config
-        return self.layout, self.resolved.policy, c.dtype, c.microbatches, c.global_batch, c.seq_len
+        c, policy = self.config, self.resolved.policy
+        recomputed = frozenset(name for name in self.activation_names if policy.of(name) == RECOMPUTE)
+        return self.layout, recomputed, c.dtype, c.microbatches, c.global_batch, c.seq_len
 
     # ---- public -------------------------------------------------------------------------------------------------------
 

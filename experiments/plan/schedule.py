@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
     """Print the comparison, and what else is asked for."""
     asked = parse(PlanSchedule, argv, prog=prog)
     schedules = asked.chosen()
+    if asked.weight is not None and all(asked.part(schedule) is None for schedule in schedules):
+        names = ", ".join(schedule.name for schedule in schedules)
+        raise ValueError(f"--weight={asked.weight}: no weight gradients run on their own in {names}, leave it out")
     rows = [row(asked, schedule) for schedule in schedules]
     print(f"{asked.pipe} stages x {asked.virtual} virtual, {asked.microbatches} microbatches")
     print_table(HEADER, rows, HEADER[1:-1])

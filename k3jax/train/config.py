@@ -52,7 +52,8 @@ class StepConfig:
     steps: int = 100
     """Optimizer steps of the whole run."""
     activations: str = "*=keep"
-    """PATTERN=keep|recompute,…: which named activations are stored for backward; the first match decides."""
+    """PATTERN=POLICY,…: where named activations wait for backward; the first match decides. POLICY: keep, recompute,
+    local-offload (host memory), remote-offload (another pipeline rank's), or quantize (fp8), which + joins with an offload."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights are float32."""
     seed: int = 0
@@ -99,7 +100,13 @@ class StepConfig:
             raise ValueError(
                 f"seq_len={self.seq_len} does not divide by context={sizes['context']}: choose a multiple of it"
             )
-        return Resolved(mesh, layout, schedule, ActivationPolicy.parse(self.activations))
+        policy = ActivationPolicy.parse(self.activations)
+        parked = [f"{pattern}={each}" for pattern, each in policy.rules if each.storage == "remote-offload"]
+        if parked and sizes["pipe"] == 1:
+            raise ValueError(
+                f"activations: {parked[0]} needs another pipeline rank: got pipe=1, choose pipe of at least 2"
+            )
+        return Resolved(mesh, layout, schedule, policy)
 
 
 @dataclasses.dataclass(frozen=True)

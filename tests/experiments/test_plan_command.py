@@ -121,6 +121,8 @@ def test_memory_is_listed_by_purpose(options, capsys, monkeypatch):
         (["schedule", "--schedule=zbv"], "it needs virtual=2"),
         (["schedule", "--schedule=fast"], "--schedule=fast"),
         (["schedule", "--backward=-1"], "times must be positive"),
+        (["schedule", "--weight=0.5", "--schedule=1f1b"], "--weight=0.5: no weight gradients run on their own in 1f1b"),
+        (["schedule", "--weight=nan"], "above 0 and below it: got nan"),
         (["schedule", "--picture=x.txt"], "must end in .png"),
         (["memory", "--picture=x"], "must end in .png"),
     ],

@@ -74,6 +74,7 @@ BAD = [
     (["--on-nonfinite=ignore"], ["ignore", "stop", "skip"]),
     (["--dtype=fp8"], ["fp8", "bfloat16"]),
     (["--activations=foo=keep"], ["'foo'", "moe.combined"]),
+    (["--activations=kda.o=remote-offload"], ["kda.o=remote-offload", "pipe=1", "at least 2"]),
     (["--model=micro"], ["'micro'", "nano, mini, kimi_linear_48b, k3"]),
     (["--model="], ["''", "nano"]),
     (["--model=wrong.json"], ["wrong.json", "'hiden_size'", "did you mean hidden_size"]),

@@ -14,7 +14,7 @@ from runs import STEP, STEPS, config_for, content, refusal, steps_logged, train,
 
 from experiments.train import main
 from k3jax.train import metrics, step_directory
-from k3jax.train.run import NonFiniteError, Run
+from k3jax.train.run import MisplacedError, NonFiniteError, Run
 
 # ---- what a run leaves -----------------------------------------------------------------------------------------------
 
@@ -164,6 +164,23 @@ def test_what_is_not_finite_ends_the_run_with_the_last_good_checkpoint_intact(un
     assert good in (2, 4) and good < lines[-1]["step"] and f"the last checkpoint is step {good}" in str(stop.value)
     train(config_for(files, tmp_path / "run", resume=True))
     assert without_speed(tmp_path / "run") == without_speed(unbroken.workdir)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_run_ends_at_a_step_that_found_what_is_not_its_own(cache, files, tmp_path, policy):
+    """Such a table is wrong in every step: nothing to skip."""
+    job = Run(config_for(files, tmp_path / "run", on_nonfinite=policy))
+    job.load()
+    job.compile()
+    step = job._step
+
+    def misplacing(*operands):
+        state, metrics = step(*operands)
+        return state, metrics | {"misplaced": metrics["misplaced"] + 3}
+
+    job._step = misplacing
+    with pytest.raises(MisplacedError, match="step 1: 3 times an operation of interleaved_1f1b found .* no checkpoint"):
+        job.train()
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])

@@ -225,11 +225,34 @@ def test_what_is_sent_to_other_ranks_is_what_the_plan_says(policy):
     function = executed(spec, schedule, policy)
     moved = function(toy_params(8), ids, targets).traffic
     assert plan.moves and int(moved.remote) == len(plan.moves) * stored_bytes("toy.out", policy)
-    # Ticks in which a pair sends nothing run no permute: it stands in a branch on the tick's own flag.
     text = str(jax.make_jaxpr(function)(toy_params(8), ids, targets))
     assert text.count("ppermute[") >= len(plan.pairs)
     for pair in plan.pairs:
         assert f"perm=({pair}," in text or f"perm=(({pair[0]}, {pair[1]}),)" in text
+
+
+def permutes(jaxpr, behind: tuple = ()):
+    """The permutes of a program, each with the conditionals that it stands in."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ppermute":
+            yield behind
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from permutes(inner, (*behind, eqn) if eqn.primitive.name == "cond" else behind)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])
+def test_ticks_in_which_nobody_sends_run_no_permute(name):
+    """Each stands behind a flag of the tick, the same on all ranks, and another branch of that has none."""
+    spec, schedule = MeshSpec.parse("pipe=4"), build(name, stages=4, virtual=2, microbatches=8)
+    function = executed(spec, schedule, "toy.out=remote-offload,*=recompute")
+    found = list(permutes(jax.make_jaxpr(function)(toy_params(8), *toy_tokens(8, 1)).jaxpr))
+    assert found and all(found)
+    for cond, *_ in found:
+        assert "pipe" not in cond.invars[0].aval.mat.varying
+        assert min(sum(1 for _ in permutes(branch.jaxpr)) for branch in cond.params["branches"]) == 0
 
 
 def test_what_waits_in_host_memory_is_what_the_plan_says():

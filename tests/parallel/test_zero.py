@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from zero_toy import LEAVES, Toy
 
 from k3jax import compat
+from k3jax.parallel.boxes import vary
+from k3jax.parallel.gradient_sums import ShardedSums
 from k3jax.parallel.schedules import NAMES, RECIPES, build, forward_only
 from k3jax.parallel.zero import buffering, bytes_per_parameter
 
@@ -117,6 +119,22 @@ def test_leaves_that_do_not_divide_by_their_replicas_get_the_same_gradients(mesh
         assert got[leaf].shape == want[leaf].shape and got[leaf].dtype == want[leaf].dtype == jnp.float32
         # float32 sums in another order: replicas before microbatches
         np.testing.assert_allclose(got[leaf], want[leaf], atol=1e-6 * float(jnp.abs(want[leaf]).max()))
+
+
+def test_no_sum_depends_on_memory_that_nobody_wrote(monkeypatch):
+    """Host memory that is made in the step holds anything on a GPU; on CPU it would be zeros, and hide it."""
+    made = ShardedSums.empty
+
+    def unwritten(self, chunks):
+        sums = made(self, chunks)
+        anything = vary(jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), sums["shards"]))
+        return sums | {"shards": jax.device_put(anything, jax.memory.Space.Host)}
+
+    toy = Toy("data=2,pipe=2", "interleaved_1f1b", 3, 3, 2)
+    want = toy.gradients(*toy.problem())
+    monkeypatch.setattr(ShardedSums, "empty", unwritten)
+    again = dataclasses.replace(toy)
+    jax.tree.map(np.testing.assert_array_equal, again.gradients(*again.problem()), want)
 
 
 # ---- what the device holds -------------------------------------------------------------------------------------------

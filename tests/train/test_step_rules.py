@@ -73,6 +73,25 @@ def test_balancing_moves_once_a_step_also_under_recomputation_and_never_in_evalu
     assert np.abs(biases.mean(-1)).max() < 1e-6 and np.abs(biases).max() > 1e-3
 
 
+@pytest.mark.slow
+def test_a_step_whose_operations_find_what_is_not_theirs_changes_nothing():
+    """A table in which a slot is used again too early: losses and gradients look fine, but are of another microbatch."""
+    model = dataclasses.replace(tiny.MODEL, pattern="K", num_layers=2, attn_res_block=None, dense_layers=0)
+    config = dataclasses.replace(tiny.STEP, model=model, seq_len=16, schedule="1f1b", microbatches=4)
+    step = tiny.train_step("pipe=2", config)
+    table = step.resolved.schedule.table.copy()
+    of_first, others = ((table[:, 0, 2] == 0), (table[:, 0, 2] == 1))
+    table[others, 0, 3] = table[of_first, 0, 3][0]
+    step.resolved = dataclasses.replace(
+        step.resolved, schedule=dataclasses.replace(step.resolved.schedule, table=table)
+    )
+    state = step.init()
+    before = jax.device_get((state.params, state.opt_state, state.balance))
+    after, metrics = step.step(state, step.place(tiny.batch(config)))
+    assert int(metrics["misplaced"]) > 0 and bool(metrics["finite"]) and int(after.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state, after.balance), before)
+
+
 def test_a_store_updated_inside_a_branch_would_be_noticed():
     """The mistake that the next test looks for: XLA copies the whole store in the branches and in the loop."""
 

@@ -216,20 +216,11 @@ def plan(batch: Batch, waiting: Iterable[Waiting], pool: Pool) -> Step:
         decode[row.request] = full
     left = limits.step - len(decode)
     chunks: list[Chunk] = []
-
-    def prefill(request: str, start: int, length: int) -> bool:
-        nonlocal left
-        most = min(limits.chunk, left)
-        end = chunk_end(start, length, most, block=limits.block, state_block=limits.state_block)
-        if end > start:
-            chunks.append(Chunk(request, start, end, last=end == length))
-            left -= end - start
-        return end > start
-
     rows = [row for row in batch.running if row.request not in victims]
     for row in rows:
-        if not row.decoding:
-            prefill(row.request, row.done, row.goal)
+        if not row.decoding and (chunk := _chunk(limits, row.request, row.done, row.goal, left)):
+            chunks.append(chunk)
+            left -= chunk.end - chunk.start
 
     admitted: list[Admission] = []
     taken = 0
@@ -238,8 +229,11 @@ def plan(batch: Batch, waiting: Iterable[Waiting], pool: Pool) -> Step:
             break
         found = pool.lookup(request.request)
         found.cost(request.length)  # refuses a hit of everything
-        if free - found.pages < len(rows) + len(admitted) or not prefill(request.request, found.start, request.length):
+        chunk = _chunk(limits, request.request, found.start, request.length, left)
+        if chunk is None or free - found.pages < len(rows) + len(admitted):
             break
+        chunks.append(chunk)
+        left -= chunk.end - chunk.start
         free -= found.pages
         age = batch.ages + taken if request.age is None else request.age
         taken += request.age is None
@@ -252,6 +246,13 @@ def plan(batch: Batch, waiting: Iterable[Waiting], pool: Pool) -> Step:
         decode=tuple(decode),
         prefill=tuple(chunks),
     )
+
+
+def _chunk(limits: Limits, request: str, start: int, length: int, left: int) -> Chunk | None:
+    """The next chunk of a prefill, if what is left of the budget allows one."""
+    most = min(limits.chunk, left)
+    end = chunk_end(start, length, most, block=limits.block, state_block=limits.state_block)
+    return Chunk(request, start, end, last=end == length) if end > start else None
 
 
 def advance(batch: Batch, step: Step) -> Batch:

@@ -118,13 +118,13 @@ class Router:
         drawing = {worker: depth * prompt.unit for worker, depth in depths.items() if depth > shared}
         others = sorted(worker for worker in drawing if worker not in owners and self.loads[worker].healthy)
 
-        def choice(worker: str) -> Choice:
+        able = []
+        for worker in owners + others:
             load, lacking = self.loads[worker], prompt.tokens - drawing.get(worker, 0)
-            promised = depths.get(worker, 0) * prompt.unit
-            return Choice(worker, promised, lacking + load.prefill + self.row_tokens * load.decoding)
-
+            cost = lacking + load.prefill + self.row_tokens * load.decoding
+            able.append(Choice(worker, depths.get(worker, 0) * prompt.unit, cost))
         # The sort is stable: where all else is equal, the ring's order decides.
-        return tuple(sorted(map(choice, owners + others), key=lambda one: (one.cost, self.loads[one.worker].routed)))
+        return tuple(sorted(able, key=lambda one: (one.cost, self.loads[one.worker].routed)))
 
     def route(self, request: str, prompt: Prompt) -> Choice:
         """Sends a request to the best worker and charges it there."""

@@ -1,0 +1,1 @@
+"""Serving: a paged cache for latents and states, prefill and decode, and the policies that decide what runs where."""

@@ -47,7 +47,7 @@ def plan():
 
 def test_a_part_lasts_as_long_as_what_it_waits_for():
     """989e12 operations of bfloat16 take a second at the full rate, and 70 to 45 % of it is reached."""
-    sent = (Traffic("forward", ("expert",), "all-to-all", 450e9, 1),)
+    sent = (Traffic("forward", ("expert",), "all-to-all", 450e9, 1.0),)
     work = Work("forward", {"bfloat16": 989e12, "float32": 494e12}, 4.8e12, sent, 64e9)
     one = roofline(work, MeshSpec(expert=8), H200)
     np.testing.assert_allclose(one.products, [2 / 0.7, 2 / 0.45])

@@ -276,7 +276,9 @@ class Stores:
         total = Traffic(*[jnp.float32(0)] * 3)
         for key, store in self.stores.items():
             size = sum(a.nbytes for a in jax.tree.leaves(encoded[key][1]))
-            total = jax.tree.map(lambda sum_, n, size=size: sum_ + float(size) * n, total, store.traffic(rows[key], stage))
+            total = jax.tree.map(
+                lambda sum_, n, size=size: sum_ + float(size) * n, total, store.traffic(rows[key], stage)
+            )
         return total
 
 

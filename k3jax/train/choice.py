@@ -73,7 +73,9 @@ def choose(
         schedule = best(tables, fits, **times._asdict())
     except ValueError as none:
         takes = ", ".join(f"{name} {in_bytes(size)}" for name, size in needed.items())
-        raise NothingFitsError(f"{none}; of {in_bytes(limit or 0)} on a device, {WORKSPACE:.0%} kept free: {takes}") from None
+        raise NothingFitsError(
+            f"{none}; of {in_bytes(limit or 0)} on a device, {WORKSPACE:.0%} kept free: {takes}"
+        ) from None
     bubbles = {table.name: bubble for bubble, table in ranked(tables, **times._asdict())}
     others = ", ".join(f"{name} {bubble:.3f}" for name, bubble in bubbles.items() if name != schedule.name)
     why = [f"bubble in lock-step {bubbles[schedule.name]:.3f}" + (f", of others {others}" if others else "")]

@@ -10,7 +10,7 @@ import tiny
 from k3jax import configs
 from k3jax.parallel.schedules import BACKWARD, FORWARD, build
 from k3jax.parameters import count
-from k3jax.plan.fit import activation_changes, fit, limits, smallest_change, state_changes
+from k3jax.plan.fit import activation_changes, fit, smallest_change, state_changes
 from k3jax.plan.links import Seconds
 from k3jax.plan.roofline import Roofline, Work, roofline
 from k3jax.plan.step_plan import plan_step, told

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from experiments.plan.memory import row, total
 from experiments.plan.step_options import StepOptions, said_schedule
+from k3jax.plan.compiled import Compiled, compile_step
+from k3jax.plan.cost import received
 from k3jax.plan.links import Seconds
-from k3jax.plan.step_plan import StepPlan, assumptions, plan_step, told
+from k3jax.plan.roofline import Roofline
+from k3jax.plan.step_plan import Axis, StepPlan, assumptions, plan_step, told
 from k3jax.train.choice import NothingFitsError
 from k3jax.train.plan import in_bytes, short
 from k3jax.train.step import TrainStep
 from meshes import MeshSpec
-from meshes.command_line import parse
+from meshes.absent import TARGETS, absent_devices
+from meshes.command_line import parse, refuse
 from meshes.tables import print_table
 from meshes.targets import Target
 
@@ -26,7 +30,7 @@ class PlanStep(StepOptions):
     """A training step on a cluster: bytes of a rank by purpose, whether they fit and what would, the bubble, bytes over each
     axis against the links, what each part of the step waits for, the step's time and its share of useful operations.
 
-    Read from the traced program; nothing is allocated or compiled, and no device is needed.
+    Read from the traced program: nothing is allocated, no device is needed, and nothing is compiled without --compile.
     """
 
     global_batch: int = 0
@@ -37,9 +41,17 @@ class PlanStep(StepOptions):
     """A target by name, or a .toml file like meshes/targets/h200.toml with a cluster's figures."""
     json: bool = False
     """All figures as one JSON object."""
+    compile: bool = False
+    """Compile the step ahead of time for those devices too (extra gpu-compile, Python 3.12 or newer), and compare."""
+    anyway: bool = False
+    """Compile also what does not fit; XLA then does not try to make it fit."""
 
     def __post_init__(self) -> None:
         Target.load(self.target)
+        if self.anyway and not self.compile:
+            raise ValueError("--anyway is about --compile: give both")
+        if self.compile and self.target not in TARGETS:
+            raise ValueError(f"--compile is for {', '.join(TARGETS)}: no devices of {self.target} are described")
 
 
 def main(argv: Sequence[str] | None, prog: str) -> None:
@@ -49,8 +61,34 @@ def main(argv: Sequence[str] | None, prog: str) -> None:
     if not asked.global_batch:
         sizes = MeshSpec.parse(asked.mesh).sizes
         asked = dataclasses.replace(asked, global_batch=asked.microbatches * sizes["data"] * sizes["expert"])
+    devices = absent(asked, target) if asked.compile else []
     plan = plan_step(planned(asked, target), target)
-    print(json.dumps(told(plan))) if asked.json else show(plan)
+    if not asked.json:
+        show(plan)
+    made = None
+    if asked.compile:
+        if not plan.fit.holds and not asked.anyway:
+            refuse(prog, "not compiled, for it does not fit: change it, or give --anyway")
+        step = plan.step
+        there = TrainStep(
+            dataclasses.replace(step.config, schedule=step.resolved.schedule.name), step.resolved.mesh.build(devices)
+        )
+        made = compile_step(there, plan.walk, as_it_is=asked.anyway)
+    if asked.json:
+        print(json.dumps(told(plan) | ({"compiled": compiled_figures(made)} if made else {})))
+    elif made:
+        show_compiled(plan, made)
+
+
+def absent(asked: PlanStep, target: Target) -> list[Any]:
+    """The devices to compile for; ValueError if they cannot be had."""
+    number, each = MeshSpec.parse(asked.mesh).num_devices, target.host.devices
+    if number > each and number % each:
+        raise ValueError(f"--mesh={asked.mesh}: {number} devices do not fill hosts of {each}")
+    try:
+        return absent_devices(asked.target, hosts=max(1, number // each), per_host=min(number, each))
+    except RuntimeError as missing:
+        raise ValueError(str(missing)) from None
 
 
 def planned(asked: PlanStep, target: Target) -> TrainStep:
@@ -101,12 +139,51 @@ def show_memory(plan: StepPlan) -> None:
         print(f"the smallest change that would: {plan.change} ({in_bytes(with_it.device)} on the device)")
 
 
-def part_row(one) -> tuple[str, ...]:
+def show_compiled(plan: StepPlan, made: Compiled) -> None:
+    """What the plan says beside what XLA made, of one device."""
+    of_state = ("parameters", "master weights", "optimizer state")
+    state = sum(part.reserved for part in plan.fit.parts if part.name in of_state)
+    rows = [
+        ("arguments: parameters, optimizer state", state, made.arguments),
+        ("temporaries", plan.fit.device - state, made.temporaries),
+        ("most at one time", plan.fit.device, made.peak),
+        ("host memory", plan.fit.host, made.host),
+    ]
+    print()
+    header = ("bytes of a device", "planned", "compiled")
+    print_table(header, [(name, *map(in_bytes, sizes)) for name, *sizes in rows], header[1:])
+    planned, compiled = (by_axes_alone(of) for of in (received(plan.walk.costs), made.received))
+    sizes = lambda axes: (in_bytes(round(of.get(axes, 0.0))) for of in (planned, compiled))
+    print()
+    header = ("bytes received along", "planned", "compiled")
+    axes = sorted({*planned, *compiled}, key=lambda axes: -planned.get(axes, 0.0))
+    print_table(header, [(",".join(one) or "no axis", *sizes(one)) for one in axes], header[1:])
+    print(
+        f"\n{made.asynchronous} of {made.messages} messages are asynchronous, {made.covered} have matrix products beside "
+        f"them; lowered in {made.lowering:.0f} s, compiled in {made.compiling:.0f} s"
+    )
+
+
+def compiled_figures(made: Compiled) -> dict[str, Any]:
+    """For JSON."""
+    sent = [{"axes": axes, "kind": kind, "bytes": size} for (axes, kind), size in made.received.items()]
+    return made._asdict() | {"received": sent}
+
+
+def by_axes_alone(sent: Mapping[tuple[tuple[str, ...], str], float]) -> dict[tuple[str, ...], float]:
+    """Bytes along each set of axes, by whatever kind of collective."""
+    sums: dict[tuple[str, ...], float] = {}
+    for (axes, _), size in sent.items():
+        sums[axes] = sums.get(axes, 0.0) + size
+    return sums
+
+
+def part_row(one: Roofline) -> tuple[str, ...]:
     cells = (span(one.products), span(one.memory), span(one.links), span(one.host), span(one.seconds))
     return (one.work.part, short(round(sum(one.work.flops.values()))), *cells, one.bound)
 
 
-def axis_row(one) -> tuple[str, ...]:
+def axis_row(one: Axis) -> tuple[str, ...]:
     figures = f"{one.ranks}", f"{one.hosts}", f"{one.messages:,.0f}", in_bytes(round(one.bytes)), span(one.seconds)
     return (",".join(one.axes), *figures)
 

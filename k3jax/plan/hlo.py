@@ -83,6 +83,23 @@ def collectives(text: str, mesh: Mapping[str, int] | None = None, taken: Taken |
     return list(_inside(of, "ENTRY", 1.0, dict(mesh or {}), everyone, taken or (lambda _, branches: [1] * branches)))
 
 
+def taken_as(branches: Mapping[str, Sequence[np.ndarray]]) -> Taken:
+    """How often branches are taken, from a walk of the traced program (`cost.Walk.branches`): by the conditionals' scopes.
+
+    Conditionals that the walk did not meet count as if each branch were taken. ValueError where two of one scope differ.
+    """
+    names = {name for scope in branches for name in scope.split("/")}
+
+    def taken(conditional: Operation, count: int) -> Sequence[float]:
+        scope = "/".join(name for name in conditional.path.split("/") if name in names)
+        found = [shares for shares in branches.get(scope, []) if len(shares) == count]
+        if any(not np.allclose(shares, found[0]) for shares in found):
+            raise ValueError(f"conditionals in {scope} are taken in different ways")
+        return found[0].tolist() if found else [1.0] * count
+
+    return taken
+
+
 def received(found: Sequence[Collective]) -> dict[tuple[tuple[str, ...], str], float]:
     """Bytes that a rank gets in one run, by axes and kind."""
     sums: dict[tuple[tuple[str, ...], str], float] = {}

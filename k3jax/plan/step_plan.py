@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3jax.plan.cost import walk
+from k3jax.plan.cost import Walk, walk
 from k3jax.plan.fit import KEPT_FREE, Change, Fit, fit, smallest_change
 from k3jax.plan.links import Seconds, link_seconds
 from k3jax.plan.roofline import Roofline, roofline, works
@@ -34,6 +34,8 @@ class Axis(NamedTuple):
 
 class StepPlan(NamedTuple):
     step: TrainStep
+    walk: Walk
+    """Of its traced program."""
     target: Target
     fit: Fit
     change: Change | None
@@ -67,13 +69,13 @@ class StepPlan(NamedTuple):
 def plan_step(step: TrainStep, target: Target) -> StepPlan:
     """The whole plan; the step stands on an abstract mesh of devices like the target's."""
     mesh = step.resolved.mesh
-    costs = walk(step.step.trace(*step.operands()).jaxpr, mesh.sizes).costs
-    sent = by_part(costs, rounds=mesh.expert - 1)
+    walked = walk(step.step.trace(*step.operands()).jaxpr, mesh.sizes)
+    sent = by_part(walked.costs, rounds=mesh.expert - 1)
     fitting = fit(step, target)
-    parts = [roofline(work, mesh, target) for work in works(costs, sent, hosted_bytes(step))]
+    parts = [roofline(work, mesh, target) for work in works(walked.costs, sent, hosted_bytes(step))]
     change = None if fitting.holds else smallest_change(step, target)
     times = step_time(parts, step.resolved.schedule)
-    return StepPlan(step, target, fitting, change, parts, by_axes(sent, step, target), times)
+    return StepPlan(step, walked, target, fitting, change, parts, by_axes(sent, step, target), times)
 
 
 def by_axes(sent: list[Traffic], step: TrainStep, target: Target) -> list[Axis]:

@@ -8,6 +8,7 @@ import pytest
 
 from experiments.bench import hf, kda, kda_gpu, moe, moe_overlap, muon
 from k3jax.optim import group_table, newton_schulz_flops
+from k3jax.plan.overlap import messages
 
 
 def records(capsys, *argv):
@@ -238,7 +239,7 @@ ENTRY %main (p: f32[8,8]) -> f32[8,8] {
 
 
 def test_overlap_is_read_from_between_start_and_end():
-    alone, travels, wrapped = moe_overlap.messages(SCHEDULED)
+    alone, travels, wrapped = messages(SCHEDULED)
     assert alone == ("all-gather f32[64,8]", "params['gate']", "", False, {})
     beside = {"shared": 1, "part0 backward": 1, "other": 2}
     assert travels == ("ragged-all-to-all f32[4,8]", "dispatch", "experts.part0", True, beside)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.bench.moe_overlap import messages
 from k3jax.optim.orthogonal import directed
 from k3jax.parallel.matrices import Deal, cost, deals, work
 from k3jax.parallel.owners import Owners
+from k3jax.plan.overlap import messages
 from k3jax.train.devices import compiler_options
 from meshes import AXES, MeshSpec
 

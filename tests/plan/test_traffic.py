@@ -53,19 +53,6 @@ def toy(mesh):
     return run.trace(jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32))
 
 
-def executions(branches):
-    """For the reader of compiled programs: what the walk found, for conditionals of the same scope."""
-    names = {name for scope in branches for name in scope.split("/")}
-
-    def taken(conditional: hlo.Operation, count: int):
-        scope = "/".join(name for name in conditional.path.split("/") if name in names)
-        found = [shares for shares in branches.get(scope, []) if len(shares) == count]
-        assert all(np.allclose(shares, found[0]) for shares in found), scope
-        return found[0] if found else [1] * count
-
-    return taken
-
-
 @pytest.mark.quick
 def test_branches_count_as_often_as_the_table_takes_them():
     spec = MeshSpec.parse("data=2,pipe=2,expert=2")
@@ -78,7 +65,7 @@ def test_branches_count_as_often_as_the_table_takes_them():
     assert costs[Item("send", "collective-permute", ("pipe",))].tolist() == [2 * 64] * 2, "half of the ranks receive"
     assert [shares.tolist() for shares in branches["send"]] == [[3 / 5, 2 / 5]]
     np.testing.assert_allclose(branches["operation"], [[0.4, 0.4, 0.2]])
-    found = hlo.received(hlo.collectives(traced.lower().compile().as_text(), spec.sizes, executions(branches)))
+    found = hlo.received(hlo.collectives(traced.lower().compile().as_text(), spec.sizes, hlo.taken_as(branches)))
     assert found == pytest.approx(received(costs))
     assert {kind for _, kind in found} == {"all-reduce", "collective-permute", "reduce-scatter", "all-gather"}
 
@@ -125,7 +112,7 @@ def test_planned_bytes_are_those_of_the_compiled_step(mesh, how):
     traced = step.step.trace(*step.operands())
     costs, branches = walk(traced.jaxpr, sizes)
     text = traced.lower().compile().as_text()
-    planned, found = received(costs), hlo.received(hlo.collectives(text, sizes, executions(branches)))
+    planned, found = received(costs), hlo.received(hlo.collectives(text, sizes, hlo.taken_as(branches)))
     for key in planned | found:
         # Norms of whole arrays, which XLA sums as it likes, are not planned: some hundred scalars. Equal messages, as of
         # segments' numbers to KDA and to MLA, XLA sends once.

@@ -202,7 +202,7 @@ def test_a_matrix_takes_two_bytes_and_eight_shared_out(replicas, mu_dtype):
 
 def test_messages_run_beside_the_iteration_on_gpus(absent_gpus):
     """Compiled for GPUs: between the start of a message and its end stand products of Newton–Schulz."""
-    from experiments.bench.moe_overlap import messages
+    from k3jax.plan.overlap import messages
 
     model = dataclasses.replace(EVEN, hidden_size=256, q_lora_rank=128, kv_lora_rank=128, latent_size=128)
     config = dataclasses.replace(tiny.STEP, model=model, zero=1, global_batch=16, microbatches=1)

@@ -51,7 +51,8 @@ def compile_step(step: TrainStep, walk: Walk, *, as_it_is: bool = False) -> Comp
     options: dict[str, Any] = {"compiler_options": AS_IT_IS} if as_it_is else {}
     compiled = lowered.compile(**options)
     compiling = time.monotonic() - began - lowering
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text, memory = str(compiled.as_text()), compiled.memory_analysis()
+    assert memory is not None
     found = hlo.collectives(text, step.resolved.mesh.sizes, hlo.taken_as(walk.branches))
     sent = messages(text)
     return Compiled(

@@ -189,6 +189,25 @@ def test_P9_a_prefill_of_one_token_is_no_decode_row():
     assert all(row.decoding for row in after.running)
 
 
+def test_P9_the_one_token_after_a_boundary_is_prefilled_too():
+    pool, batch, kinds = Pages(TOY, {"a": 17}), Batch(TOY), []
+    for _ in range(4):
+        step = plan(batch, [] if batch.ages else [Waiting("a", 17)], pool)
+        pool.follow(step)
+        batch = advance(batch, step)
+        kinds += [c.end for c in step.prefill] + list(step.decode)
+    assert kinds == [8, 16, 17, "a"]
+
+
+def test_what_was_preempted_comes_back_oldest_first_whoever_lost_its_pages_first():
+    rows = (decoding("old", 0, 8, 8), decoding("middle", 1, 6, 8))
+    batch = Batch(TOY, rows, preempted=(Waiting("young", 9, 2), Waiting("youngest", 5, 3)), ages=4)
+    pool = Pages(TOY, {})
+    pool.held = {"old": 3, "middle": 37}
+    batch = advance(batch, plan(batch, [], pool))
+    assert batch.preempted == (Waiting("middle", 7, 1), Waiting("young", 9, 2), Waiting("youngest", 5, 3))
+
+
 def test_replayed_tokens_run_through_the_forward_and_count():
     pool = Pages(TOY, {"a": 30}, {"a": (20, 8)})
     assert pool.lookup("a").cost(30) == 18

@@ -43,6 +43,7 @@ def test_A11_a_replay_that_costs_too_much_is_refused_until_a_nearer_checkpoint_e
     assert len(queues) == 0
     assert queues.offer("a", "interactive", near.cost(8300)) is None
     assert queues.take().cost == 620
+    assert queues.offer("just", "interactive", 2000) is None
 
 
 quanta = st.lists(st.integers(1, 50), min_size=1, max_size=4)

@@ -6,7 +6,7 @@ import pytest
 
 from k3jax.serve.schedule import ClassBudget, Limits, TraceSpec, generate
 from k3jax.serve.schedule.fleet import POLICIES, Failure, Fleet, simulate
-from k3jax.serve.schedule.worker import Rates
+from k3jax.serve.schedule.worker import Job, PrefixModel, Rates
 
 LIMITS = Limits(step=512, rows=32, chunk=256, block=16, state_block=64, page=16, state_pages=2, pool=1500)
 SESSIONS = TraceSpec(sessions=24, branches=8, turns=9, ratio=80.0, scale=1 / 16, arrival=0.5)
@@ -74,6 +74,20 @@ def test_pages_that_are_short_preempt_and_all_are_served():
     assert [each.served for each in figures] == [len(trace.requests)] * 2
     assert figures[0].preempted == 0 and figures[1].preempted > 0
     assert figures[1].ttft.p90 > figures[0].ttft.p90
+
+
+def test_the_modelled_cache_evicts_the_end_of_a_prefix_before_its_beginning():
+    limits = replace(LIMITS, pool=8)
+    jobs = {"a": Job("a", (b"1", b"2", b"3", b"4"), 65, 1), "b": Job("b", (b"5", b"6"), 33, 1)}
+    pages = PrefixModel(limits, jobs)
+    pages.admit("a")
+    pages.computed("a", 65)
+    pages.release("a")
+    assert pages.lookup("a").hit == 64 and pages.available() == 8
+    pages.admit("b")
+    assert pages.removed == [b"4"]
+    assert pages.lookup("a").hit == 48
+    assert pages.owned("b") == 5 and pages.available() == 3
 
 
 def test_a_class_over_its_budget_is_refused_and_the_other_is_served():

@@ -36,6 +36,8 @@ def test_events_out_of_order_wait_and_old_ones_are_ignored():
     assert promises.depths([A]) == {} and promises.depths([A, B]) == {"w": 2}
     assert promises.observe("w", Event(1, stored=(A,)))
     assert promises.depths([A]) == {}
+    assert promises.resync("w", 1, [A, B]), "nothing is missing, and this is older than event 2"
+    assert promises.depths([A]) == {}
 
 
 def test_a_state_is_a_point_so_the_longest_name_counts_alone():

@@ -114,6 +114,8 @@ def test_A8_a_promise_that_fails_is_charged_and_not_trusted_again():
     assert router.promises.depths(first.useful) == {"w0": 2}
     store(router, "w0", first.names)
     assert router.promises.depths(first.useful) == {"w0": 12}
+    router.promises.resync("w0", 6, first.names)
+    assert router.promises.depths(first.useful) == {"w0": 12}, "it holds them again, and said so itself"
 
 
 def test_a_hit_deeper_than_promised_is_credited():
@@ -143,6 +145,16 @@ def test_sessions_stay_where_their_cache_is_when_workers_come():
         router.finished(f"{i}")
     router.join("new")
     assert all(router.choices(prompt(f"s{i}"))[0].worker == homes[i] for i in range(40))
+
+
+def test_a_new_worker_does_not_make_up_for_what_others_did_before_it_came():
+    router = Router(WORKERS)
+    for i in range(50):
+        router.route(f"{i}", prompt(f"s{i}"))
+    before = min(load.routed for load in router.loads.values())
+    assert before > 0
+    router.join("new")
+    assert router.loads["new"].routed == before
 
 
 def test_a_lost_workers_requests_go_to_their_secondaries():

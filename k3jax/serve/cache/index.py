@@ -169,6 +169,7 @@ class Index:
     def register(self, page: int, chain: Chain, start: int, end: int) -> bool:
         """A page's tokens [start, end) can be found from now on; a page that has grown is registered again.
 
+        Pages that hold less of the same, and that nobody uses, are given back.
         Nothing happens (False) if it adds no hash, or if the hash before it has no provider.
         """
         hashes, parent = chain.between(start, end), chain.at(start)
@@ -187,6 +188,10 @@ class Index:
         for hash in hashes[len(node.hashes) :]:
             node.hashes.append(hash)
             self.providers.setdefault(hash, []).append(node)
+        for twin in list(self.providers[node.hashes[0]]):
+            covered = twin is not node and twin.hashes == node.hashes[: len(twin.hashes)]
+            if covered and self.pool.count(twin.page) == 1:
+                self.drop_node(twin)
         return True
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:

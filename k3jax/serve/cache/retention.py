@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from k3jax.serve.cache.geometry import Geometry, Grid
 from k3jax.serve.cache.index import Checkpoint, Index, Node
@@ -49,6 +49,7 @@ class Standing:
         return self.children == 1 and not self.checkpoint.tails
 
 
+@runtime_checkable
 class Policy(Protocol):
     """What to keep, and in which order to let go."""
 

@@ -29,7 +29,7 @@ def census(cache: PrefixCache) -> Census:
     """Counts pages. Each is in one class."""
     evictable, _ = retention.evictable(cache.index)
     indexed = set(cache.index.nodes) | {page for c in cache.index.checkpoints.values() for page in c.pages}
-    held = sum(cache.pool.count(page) > 0 for page in range(cache.pool.pages))
+    held = sum(cache.pool.counts[page] > 0 for page in range(cache.pool.pages))
     return Census(cache.pool.free, held - len(indexed), len(indexed - evictable), len(evictable))
 
 
@@ -52,8 +52,8 @@ def _check_counts(cache: PrefixCache) -> None:
     owners.update(page for checkpoint in cache.index.checkpoints.values() for page in checkpoint.pages)
     owners.update(page for copy in cache.copies.open.values() for page in copy.pages)
     for page in range(cache.pool.pages):
-        assert cache.pool.count(page) == owners[page], (
-            f"page {page}: {cache.pool.count(page)} counted, {owners[page]} own it"
+        assert cache.pool.counts[page] == owners[page], (
+            f"page {page}: {cache.pool.counts[page]} counted, {owners[page]} own it"
         )
 
 

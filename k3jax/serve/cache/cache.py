@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 from k3jax.serve.cache import audit, retention
 from k3jax.serve.cache.copies import Copy, CopyQueue, Kind
 from k3jax.serve.cache.geometry import Geometry, Grid
 from k3jax.serve.cache.index import Checkpoint, Index, Match
-from k3jax.serve.cache.keys import CacheKey, Chain
+from k3jax.serve.cache.keys import CacheKey, Chain, Tokens
 from k3jax.serve.cache.ledger import Request
 from k3jax.serve.cache.pool import Pool, PoolExhausted
 from k3jax.serve.cache.restore import RestorePlan, plan_cold, plan_restore
@@ -56,7 +56,7 @@ class PrefixCache:
     def begin(
         self,
         id: str,
-        tokens: Sequence[int] | Chain,
+        tokens: Tokens | Chain,
         *,
         replay_budget: int = 0,
         turns: Iterable[int] = (),
@@ -141,7 +141,7 @@ class PrefixCache:
 
     # Forwards, and the copies before them
 
-    def append(self, id: str, tokens: Sequence[int]) -> None:
+    def append(self, id: str, tokens: Tokens) -> None:
         """Tokens that were chosen; a later forward computes them."""
         self._running(id).chain.extend(tokens)
 

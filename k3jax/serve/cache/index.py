@@ -190,7 +190,7 @@ class Index:
             self.providers.setdefault(hash, []).append(node)
         for twin in list(self.providers[node.hashes[0]]):
             covered = twin is not node and twin.hashes == node.hashes[: len(twin.hashes)]
-            if covered and self.pool.count(twin.page) == 1:
+            if covered and self.pool.counts[twin.page] == 1:
                 self.drop_node(twin)
         return True
 

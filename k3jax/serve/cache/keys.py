@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from blake3 import blake3
 
+Tokens = Sequence[int] | np.ndarray
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheKey:
@@ -57,7 +59,7 @@ class CacheKey:
 class Chain:
     """Hashes of one request's prefixes at every multiple of `unit` tokens: each token is hashed once, as it comes."""
 
-    def __init__(self, key: CacheKey, unit: int, tokens: Sequence[int] = ()):
+    def __init__(self, key: CacheKey, unit: int, tokens: Tokens = ()):
         if unit < 1:
             raise ValueError(f"hash unit {unit}: must be at least 1 token")
         self.key, self.unit = key, unit
@@ -76,7 +78,7 @@ class Chain:
         """The last boundary that has a hash."""
         return (len(self._hashes) - 1) * self.unit
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Tokens) -> None:
         """Appends tokens. Raises ValueError unless they are integers from 0 on."""
         new = np.asarray(tokens)
         if new.size and (new.dtype.kind not in "iu" or new.ndim != 1 or new.min() < 0):

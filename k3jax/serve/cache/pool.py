@@ -35,7 +35,8 @@ class Pool:
             raise ValueError(f"a pool of {pages} pages: needs the canary and at least one more")
         self.pages = pages
         self._on_free = on_free
-        self._counts = [0] * pages
+        self.counts = [0] * pages
+        """Holders of each page; to be read."""
         self._queue = deque(range(1, pages))
 
     @property
@@ -43,33 +44,29 @@ class Pool:
         """Pages that can be handed out at once."""
         return len(self._queue)
 
-    def count(self, page: int) -> int:
-        """Holders of a page."""
-        return self._counts[page]
-
     def allocate(self, n: int) -> tuple[int, ...]:
         """n pages, each held once. All or none: raises PoolExhausted."""
         if n > self.free:
             raise PoolExhausted(n, self.free)
         pages = tuple(self._queue.popleft() for _ in range(n))
         for page in pages:
-            self._counts[page] = 1
+            self.counts[page] = 1
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:
         """One more holder of each. Raises ValueError for a free page: it holds nothing worth keeping."""
         for page in pages:
-            if self._counts[page] < 1:
+            if self.counts[page] < 1:
                 raise ValueError(f"page {page} is {'the canary' if page == CANARY else 'free'}: it cannot be held")
-            self._counts[page] += 1
+            self.counts[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
         """One holder of each fewer; a page without holders is free. Raises ValueError for a page that is free already."""
         for page in pages:
-            if self._counts[page] < 1:
+            if self.counts[page] < 1:
                 raise ValueError(f"page {page} is freed twice")
-            self._counts[page] -= 1
-            if not self._counts[page]:
+            self.counts[page] -= 1
+            if not self.counts[page]:
                 if self._on_free:
                     self._on_free(page)
                 self._queue.append(page)
@@ -78,7 +75,7 @@ class Pool:
         """Raises AssertionError unless the queue and the counts tell the same story."""
         queue = list(self._queue)
         assert len(set(queue)) == len(queue), "a page is twice in the free queue"
-        assert set(queue) == {p for p in range(1, self.pages) if not self._counts[p]}, (
+        assert set(queue) == {p for p in range(1, self.pages) if not self.counts[p]}, (
             "free pages are not those without holders"
         )
-        assert self._counts[CANARY] == 0, "somebody holds the canary"
+        assert self.counts[CANARY] == 0, "somebody holds the canary"

@@ -164,7 +164,7 @@ def survey(index: Index) -> list[Standing]:
 
 def pinned(index: Index, checkpoint: Checkpoint) -> bool:
     """Somebody besides the index holds it, or records that start from it."""
-    held = any(index.pool.count(page) > 1 for page in checkpoint.pages)
+    held = any(index.pool.counts[page] > 1 for page in checkpoint.pages)
     return held or any(pinned(index, tail) for tail in checkpoint.tails)
 
 
@@ -177,7 +177,7 @@ def evictable(index: Index) -> tuple[set[int], set[bytes]]:
         else:
             pages.update(checkpoint.pages)
     for node in sorted(index.nodes.values(), key=lambda node: -node.start):
-        if index.pool.count(node.page) > 1 or not locked.isdisjoint(node.hashes):
+        if index.pool.counts[node.page] > 1 or not locked.isdisjoint(node.hashes):
             locked.update(node.hashes)
             locked.add(node.parent)
         else:

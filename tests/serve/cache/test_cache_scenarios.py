@@ -145,10 +145,10 @@ def test_sessions_that_pin_nested_paths_release_only_their_own(first):
     engine.do_copies()
     ids = ["outer", "inner"] if first == 0 else ["inner", "outer"]
     other = list(engine.cache.requests[ids[1]].pages)
-    counts = {page: engine.cache.pool.count(page) for page in other}
+    counts = {page: engine.cache.pool.counts[page] for page in other}
     shared = set(engine.cache.requests[ids[0]].pages)
     engine.end(ids[0], "abort")
-    assert {page: engine.cache.pool.count(page) for page in other} == {p: n - (p in shared) for p, n in counts.items()}
+    assert {page: engine.cache.pool.counts[page] for page in other} == {p: n - (p in shared) for p, n in counts.items()}
     engine.check_request(ids[1])
     engine.end(ids[1], "abort")
     engine.check_empty()
@@ -263,7 +263,7 @@ def test_recycled_pages_are_out_of_reach_and_pins_and_counts_hold():
     for id in list(engine.cache.requests):
         engine.end(id, "abort")
     with pytest.raises(ValueError, match="freed twice"):
-        engine.cache.pool.drop([next(p for p in R(1, 11) if not engine.cache.pool.count(p))])
+        engine.cache.pool.drop([next(p for p in R(1, 11) if not engine.cache.pool.counts[p])])
     with pytest.raises(ValueError, match="page 0 is the canary"):
         engine.cache.pool.hold([0])
     with pytest.raises(ValueError, match="not running"):

@@ -93,7 +93,10 @@ class Engine:
         accepted = count if accept is None else accept
         for i, page in enumerate(request.state):
             self.memory[page] = ("S", i, names[start + accepted])
-        self.cache.advance(id, accepted, records_since=self.records_since[id] if records else None)
+        try:
+            self.cache.advance(id, accepted, records_since=self.records_since[id] if records else None)
+        except RuntimeError:  # no pages for records, by a fault: nothing has changed, so it can be said again
+            self.cache.advance(id, accepted)
         self.cache.check()
 
     def prefill(self, id: str, records: bool = False) -> None:

@@ -41,6 +41,10 @@ GEOMETRIES = {
     "long pages": toy(page_tokens=8, hash_unit=2, head_bytes=64, record_token_bytes=4),
 }
 
+BUDGETS = st.sampled_from([0, 2, 6, 100])
+TURNS = st.lists(st.integers(1, 20), max_size=2)
+RARELY = st.sampled_from([False] * 9 + [True])
+
 
 class Serving(RuleBasedStateMachine):
     """What an engine may do to a cache, in any order."""
@@ -52,7 +56,7 @@ class Serving(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def start(self, geometry, policy, pages, seed):
-        self.fail = False
+        self.fail_in = 0
         self.engine = Engine(pages, GEOMETRIES[geometry], seed, policy=policy, fault=self.fault)
         self.cache = self.engine.cache
         self.ids = map(str, itertools.count())
@@ -60,7 +64,8 @@ class Serving(RuleBasedStateMachine):
         self.revisions = itertools.count(2)
 
     def fault(self, n):
-        if self.fail:
+        self.fail_in -= 1
+        if not self.fail_in:
             raise InjectedError
 
     def attempt(self, operation, *arguments, **options):
@@ -83,35 +88,52 @@ class Serving(RuleBasedStateMachine):
 
     usable = precondition(lambda self: any(not r.broken for r in self.cache.requests.values()))
 
-    @rule(data=st.data(), budget=st.sampled_from([0, 2, 6, 100]), turns=st.lists(st.integers(1, 20), max_size=2))
-    def insert(self, data, budget, turns):
-        known = sorted(tokens for _, tokens in self.computed)
-        prefix = data.draw(st.sampled_from(known)) if known and data.draw(st.booleans()) else ()
-        prefix = prefix[: data.draw(st.integers(0, len(prefix)))]
+    def admit(self, data, budget, turns):
+        """A request that begins as an earlier one did, or not."""
+        known = [()] + sorted(tokens for _, tokens in self.computed)
+        prefix = data.draw(st.sampled_from(known))
         tokens = [*prefix, *data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))]
         id = next(self.ids)
         plan = self.attempt(self.engine.begin, id, tokens, replay_budget=budget, turns=turns)
-        if plan:
-            revision = self.cache.key.revision
-            assert plan.boundary <= plan.kv < len(tokens)
-            assert not plan.start or (revision, tuple(tokens[: plan.start])) in self.computed
-            assert not plan.kv or (revision, tuple(tokens[: plan.kv])) in self.computed
+        if plan is None:
+            return None
+        revision = self.cache.key.revision
+        assert plan.start <= plan.boundary <= plan.kv < len(tokens)
+        for boundary in (plan.start, plan.kv):
+            assert not boundary or (revision, tuple(tokens[:boundary])) in self.computed
+        return id
+
+    @rule(data=st.data(), budget=BUDGETS, turns=TURNS)
+    def insert(self, data, budget, turns):
+        self.admit(data, budget, turns)
+
+    @rule(data=st.data(), budget=BUDGETS, turns=TURNS, records=st.booleans())
+    def whole_request(self, data, budget, turns, records):
+        """All of its prompt and some decoding. It stays, at a length that any other may continue from."""
+        id = self.admit(data, budget, turns)
+        for _ in range(40):
+            if id and not self.cache.requests[id].broken and self.step(data, id, 20, records, data.draw(st.booleans())):
+                continue
+            break
 
     @usable
     @rule(data=st.data(), count=st.integers(1, 6), records=st.booleans())
     def extend(self, data, count, records):
-        """A forward, over known tokens or as decode."""
-        id = self.pick(data)
+        self.step(data, self.pick(data), count, records, decode=True)
+
+    def step(self, data, id, count, records, decode):
+        """A forward over known tokens, or over one that was just chosen, with drafts after it; whether it ran."""
         request = self.cache.requests[id]
         if request.computed == len(self.engine.tokens[id]):
+            if not decode:
+                return False
             token = data.draw(st.integers(0, 2))
             self.cache.append(id, [token])
             self.engine.tokens[id].append(token)
         left = len(self.engine.tokens[id]) - request.computed
         stops = [stop - request.computed for stop in self.cache.stops(id)]
         accept = min([left, count, *stops])
-        drafts = data.draw(st.integers(0, 2))
-        self.attempt_forward(id, accept + drafts, accept, records)
+        return self.attempt_forward(id, accept + data.draw(st.integers(0, 2)), accept, records)
 
     def attempt_forward(self, id, count, accept, records):
         request = self.cache.requests[id]
@@ -123,6 +145,7 @@ class Serving(RuleBasedStateMachine):
             request.reserved = min(request.reserved, before)  # the engine gave this forward up
         tokens = self.engine.tokens[id]
         self.computed |= {(revision, tuple(tokens[:n])) for n in range(before, request.computed + 1)}
+        return request.computed > before
 
     @usable
     @rule(data=st.data())
@@ -147,25 +170,28 @@ class Serving(RuleBasedStateMachine):
         self.cache.failed(set(copies) - set(good))
         self.cache.landed(good)
 
-    @rule(pages=st.integers(1, 60))
-    def evict(self, pages):
+    @rule(data=st.data())
+    def evict(self, data):
+        pages = self.cache.pool.free + data.draw(st.integers(1, 12))
         before = len(self.cache.index.nodes), len(self.cache.index.checkpoints)
         if self.attempt(lambda: (self.cache.evict(pages), True)):
             assert self.cache.pool.free >= pages
         else:
             assert before == (len(self.cache.index.nodes), len(self.cache.index.checkpoints))
 
-    @rule(data=st.data())
-    def lose(self, data):
-        self.cache.lose([data.draw(st.integers(1, self.cache.pool.pages - 1))])
+    @rule(data=st.data(), really=RARELY)
+    def lose(self, data, really):
+        if really:
+            self.cache.lose([data.draw(st.integers(1, self.cache.pool.pages - 1))])
 
-    @rule()
-    def bump(self):
-        self.cache.bump(f"r{next(self.revisions)}")
+    @rule(really=RARELY)
+    def bump(self, really):
+        if really:
+            self.cache.bump(f"r{next(self.revisions)}")
 
-    @rule(fail=st.booleans())
-    def allocations_fail(self, fail):
-        self.fail = fail
+    @rule(fail_in=st.integers(1, 4))
+    def an_allocation_fails(self, fail_in):
+        self.fail_in = fail_in
 
     @rule(data=st.data())
     def match(self, data):
@@ -187,7 +213,7 @@ class Serving(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "cache"):
             return
-        self.fail = False
+        self.fail_in = 0
         self.cache.failed(self.cache.take_copies())
         for id in sorted(self.cache.requests):
             self.engine.end(id, "abort")

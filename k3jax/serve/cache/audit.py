@@ -27,7 +27,7 @@ class Census:
 
 def census(cache: PrefixCache) -> Census:
     """Counts pages. Each is in one class."""
-    evictable, _ = retention.evictable(cache.index)
+    evictable = retention.evictable(cache.index)
     indexed = set(cache.index.nodes) | {page for c in cache.index.checkpoints.values() for page in c.pages}
     held = sum(cache.pool.counts[page] > 0 for page in range(cache.pool.pages))
     return Census(cache.pool.free, held - len(indexed), len(indexed - evictable), len(evictable))

@@ -329,6 +329,7 @@ class PrefixCache:
                 checkpoint = Checkpoint(hash, boundary, pages, base=base)
                 copy = self.copies.add(request.id, Kind.RECORD, pages, start=base.boundary, end=boundary)
                 self._waiting[copy.id] = checkpoint
+                self.metrics["checkpoints.as_records"] += 1
             else:
                 checkpoint = Checkpoint(hash, boundary, request.state, lent=request.id)
             checkpoint.used = self._now

@@ -36,6 +36,11 @@ class Request:
         return [*self.table, *self.state]
 
     @property
+    def left(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.chain) - self.computed
+
+    @property
     def write_from(self) -> int:
         """The first token whose KV the next forward writes; earlier ones lie in pages that others read."""
         return max(self.computed, self.plan.boundary)

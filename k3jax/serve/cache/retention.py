@@ -168,21 +168,20 @@ def pinned(index: Index, checkpoint: Checkpoint) -> bool:
     return held or any(pinned(index, tail) for tail in checkpoint.tails)
 
 
-def evictable(index: Index) -> tuple[set[int], set[bytes]]:
-    """Pages that could be freed, and the hashes that somebody's pin needs live (a pin keeps all that it stands on)."""
-    locked, pages = set(), set()
+def evictable(index: Index) -> set[int]:
+    """Pages that could be freed. A pin keeps all that it stands on: pages before it, and the page under a state."""
+    pages, needed = set(), set()
     for hash, checkpoint in index.checkpoints.items():
         if pinned(index, checkpoint):
-            locked.add(hash)
+            needed.add(hash)
         else:
             pages.update(checkpoint.pages)
     for node in sorted(index.nodes.values(), key=lambda node: -node.start):
-        if index.pool.counts[node.page] > 1 or not locked.isdisjoint(node.hashes):
-            locked.update(node.hashes)
-            locked.add(node.parent)
+        if index.pool.counts[node.page] > 1 or not needed.isdisjoint(node.hashes):
+            needed.add(node.parent)
         else:
             pages.add(node.page)
-    return pages, locked
+    return pages
 
 
 def evict(index: Index, policy: Policy, need: int, now: int) -> int:
@@ -192,10 +191,10 @@ def evict(index: Index, policy: Policy, need: int, now: int) -> int:
     pool = index.pool
     if pool.free >= need:
         return 0
-    pages, locked = evictable(index)
+    pages = evictable(index)
     if pool.free + len(pages) < need:
         raise PoolExhausted(need, pool.free, len(pages))
-    dead = [node for node in index.nodes.values() if _dead(index, node, locked)]
+    dead = [node for node in index.nodes.values() if _dead(index, node, pages)]
     ranked = [(policy.rank(s, now), i, s.checkpoint) for i, s in enumerate(survey(index))]
     ranked = [entry for entry in ranked if not pinned(index, entry[2])]
     heapq.heapify(ranked)
@@ -203,20 +202,21 @@ def evict(index: Index, policy: Policy, need: int, now: int) -> int:
     while pool.free < need:
         if dead:
             node = dead.pop()
-            if index.nodes.get(node.page) is node and _dead(index, node, locked):  # its twin may have gone meanwhile
+            if index.nodes.get(node.page) is node and _dead(index, node, pages):  # its twin may have gone meanwhile
                 index.drop_node(node)
-                dead += [parent for parent in index.providers.get(node.parent, ()) if _dead(index, parent, locked)]
+                dead += [parent for parent in index.providers.get(node.parent, ()) if _dead(index, parent, pages)]
         else:
             checkpoint = heapq.heappop(ranked)[2]
             if index.live(checkpoint):
+                bared = [c.hash for c in (checkpoint, *checkpoint.tails)]
                 index.drop_checkpoint(checkpoint)
-                dead += [node for node in index.providers[checkpoint.hash] if _dead(index, node, locked)]
+                dead += [node for hash in bared for node in index.providers[hash] if _dead(index, node, pages)]
     return went - len(index.checkpoints)
 
 
-def _dead(index: Index, node: Node, locked: set[bytes]) -> bool:
+def _dead(index: Index, node: Node, pages: set[int]) -> bool:
     """Nothing stands on the page, or others provide all that it does."""
-    if not locked.isdisjoint(node.hashes):
+    if node.page not in pages:
         return False
     if all(len(index.providers[hash]) > 1 for hash in node.hashes):
         return True

@@ -107,32 +107,30 @@ class Serving(RuleBasedStateMachine):
     def insert(self, data, budget, turns):
         self.admit(data, budget, turns)
 
-    @rule(data=st.data(), budget=BUDGETS, turns=TURNS, records=st.booleans())
-    def whole_request(self, data, budget, turns, records):
-        """All of its prompt and some decoding. It stays, at a length that any other may continue from."""
-        id = self.admit(data, budget, turns)
-        for _ in range(40):
-            if id and not self.cache.requests[id].broken and self.step(data, id, 20, records, data.draw(st.booleans())):
-                continue
-            break
+    @rule(data=st.data(), budget=BUDGETS, turns=TURNS, records=st.booleans(), decode=st.integers(0, 6))
+    def whole_request(self, data, budget, turns, records, decode):
+        """All of its prompt and some decoding; released, or left at a length that any other may continue from."""
+        id, ran = self.admit(data, budget, turns), True
+        while ran and id and not self.cache.requests[id].broken and (self.cache.requests[id].left or decode):
+            decode -= not self.cache.requests[id].left
+            ran = self.step(data, id, 20, records)
+        if id and data.draw(st.booleans()):
+            self.engine.end(id)
 
     @usable
     @rule(data=st.data(), count=st.integers(1, 6), records=st.booleans())
     def extend(self, data, count, records):
-        self.step(data, self.pick(data), count, records, decode=True)
+        self.step(data, self.pick(data), count, records)
 
-    def step(self, data, id, count, records, decode):
+    def step(self, data, id, count, records):
         """A forward over known tokens, or over one that was just chosen, with drafts after it; whether it ran."""
         request = self.cache.requests[id]
-        if request.computed == len(self.engine.tokens[id]):
-            if not decode:
-                return False
+        if not request.left:
             token = data.draw(st.integers(0, 2))
             self.cache.append(id, [token])
             self.engine.tokens[id].append(token)
-        left = len(self.engine.tokens[id]) - request.computed
         stops = [stop - request.computed for stop in self.cache.stops(id)]
-        accept = min([left, count, *stops])
+        accept = min([request.left, count, *stops])
         return self.attempt_forward(id, accept + data.draw(st.integers(0, 2)), accept, records)
 
     def attempt_forward(self, id, count, accept, records):

@@ -317,6 +317,7 @@ def sessions(policy):
     """Four sessions of 10 states, each hit at its leaf in turn, in a pool with room for 16 states."""
     sizes = toy(kda_layers=1, head_bytes=16)  # a state is a page
     engine = Engine(pages=100, geometry=sizes, policy=policy)
+    engine.care = 10
     talks = [[1000 * s + t for t in R(20)] for s in R(4)]
     for s, talk in enumerate(talks):
         for turn in R(2, 21, 2):

@@ -34,7 +34,7 @@ class Soak(Engine):
                     self.end(id, "abort")
                 elif self.draw.random() < 0.6:
                     self.step(id)
-            if self.draw.random() < 0.05:
+            if self.draw.random() < 0.1:
                 self.lose_copies()
 
     def admit(self, id: str) -> None:
@@ -67,7 +67,7 @@ class Soak(Engine):
         copies = self.cache.take_copies()
         self.failed += len(copies)
         self.cache.failed(copies)
-        self.cache.check()
+        self.check()
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +78,22 @@ def without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.mark.parametrize("requests", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", [Lineage(), Lru(), Interval(4)], ids=lambda policy: type(policy).__name__)
-def test_no_request_reads_foreign_content_and_nothing_leaks(policy, requests):
+@pytest.mark.parametrize(
+    "policy, requests, care",
+    [
+        pytest.param(Lineage(), 200, 2, id="lineage"),
+        pytest.param(Lru(), 200, 5, id="lru"),
+        pytest.param(Interval(4), 200, 5, id="interval"),
+        pytest.param(Lineage(), 10_000, 50, id="at length", marks=pytest.mark.slow),
+    ],
+)
+def test_no_request_reads_foreign_content_and_nothing_leaks(policy, requests, care):
     engine = Soak(requests, seed=7, policy=policy)
+    engine.care = care
     engine.soak()
     counts = engine.cache.metrics
     # It was the test that it says: pressure, refusals, failures, and every way to start.
-    assert counts["evicted.checkpoints"] > requests / 10 and engine.refused > requests / 50 and engine.failed > 5
+    assert counts["evicted.checkpoints"] > requests / 10 and engine.refused > requests / 50 and engine.failed > 0
     assert min(counts[f"way.{way}"] for way in ("cold", "exact", "replay", "step_down")) > 0
     engine.do_copies()
     engine.check_empty()

@@ -219,9 +219,9 @@ class Serving(RuleBasedStateMachine):
 
 
 def test_any_order_of_operations_keeps_the_books_and_the_contents():
-    run_state_machine_as_test(Serving, settings=settings(max_examples=50, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(Serving, settings=settings(max_examples=50, stateful_step_count=20, deadline=None))
 
 
 @pytest.mark.slow
 def test_any_order_of_operations_at_length():
-    run_state_machine_as_test(Serving, settings=settings(max_examples=500, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(Serving, settings=settings(max_examples=500, stateful_step_count=30, deadline=None))

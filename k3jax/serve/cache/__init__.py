@@ -16,14 +16,18 @@ An engine drives one `PrefixCache`, and does on the device what it says:
         cache.append(id, [next token])                           decode
     cache.release(id)   or cache.abort(id)
 
-The forward starts from S(computed) in the pages `cache.requests[id].state` and leaves S(end) there. After a draft, it
-leaves the state of the accepted tokens, and `advance` takes their count. "landed" may be said when the copies are queued
-on the device, if the forward is queued behind them. `match` looks without pinning, for routers and admission; of a
-plan, `uncached` is what admission charges. `bump` changes weights; `lose` reports broken pages. `metrics` counts ways, misses and
-what became of checkpoints; `check` is the self-check for tests.
+The forward starts from S(computed) in the pages `cache.requests[id].state` and leaves S(end) there; page i of a state is
+part i % pages_per_state of group i // pages_per_state. After a draft, it leaves the state of the accepted tokens, and
+`advance` takes their count. "landed" may be said when the copies are queued on the device, if the forward is queued behind
+them. A method that raises leaves requests as they were: the engine may try again, or abort the request.
+
+`match` looks without pinning, for routers and admission; of a plan, `uncached` is what admission charges. `bump` changes
+weights; `lose` reports broken pages. `metrics` counts ways, misses and what became of checkpoints; `check` is the
+self-check for tests. Pad page tables with page 0, the canary.
 
 Files: keys (names of prefixes), geometry (sizes), pool (pages), index (what can be found), restore (how to start), copies
-(what has to be moved), ledger (what a request owns), retention (what is kept), cache (all of it in step), audit (check).
+(what has to be moved), ledger (what a request owns), keeper (how states are kept), retention (which are kept), cache (all
+of it in step), audit (the self-check).
 """
 
 from k3jax.serve.cache.audit import Census, census

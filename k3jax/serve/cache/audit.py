@@ -114,6 +114,6 @@ def _check_requests(cache: PrefixCache) -> None:
                 f"the state at {checkpoint.boundary} is lent to nobody"
             )
             if request.reserved > request.computed:
-                waits = any(c is checkpoint for c in cache._waiting.values())
+                waits = any(c is checkpoint for c in cache.keeper.waiting.values())
                 assert waits, f"{request.id!r} may write over the state at {checkpoint.boundary}"
             assert request.computed == checkpoint.boundary, "a live state has left the boundary that it is filed under"

@@ -10,18 +10,16 @@ from contextlib import ExitStack
 from k3jax.serve.cache import audit, retention
 from k3jax.serve.cache.copies import Copy, CopyQueue, Kind
 from k3jax.serve.cache.geometry import Geometry, Grid
-from k3jax.serve.cache.index import Checkpoint, Index, Match
+from k3jax.serve.cache.index import Index, Match
+from k3jax.serve.cache.keeper import Keeper, lent
 from k3jax.serve.cache.keys import CacheKey, Chain, Tokens
 from k3jax.serve.cache.ledger import Request
 from k3jax.serve.cache.pool import Pool, PoolExhausted
 from k3jax.serve.cache.restore import RestorePlan, plan_cold, plan_restore
 
-_Records = tuple[Checkpoint, tuple[int, ...]]
-"""A state, and pages for the records that start from it."""
-
 
 class PrefixCache:
-    """Pages, states and who may use them. Every method either does all of its work or raises and changes nothing.
+    """Pages, states and who may use them. Every method does all of its work, or raises and leaves requests as they were.
 
     fault is called with the number of pages before each allocation, and may raise: for tests of what a failure leaves.
     """
@@ -43,11 +41,15 @@ class PrefixCache:
         self.columns = Grid("KV page", geometry.page_tokens, pages - 1)
         self.requests: dict[str, Request] = {}
         self.metrics: Counter[str] = Counter()
-        self._waiting: dict[int, Checkpoint] = {}  # by the copy that it waits for
+        self.keeper = Keeper(self.index, self.copies, self._allocate, self.metrics)
         self._fault = fault
         self._now = 0
 
     # Admission
+
+    def chain(self, tokens: Tokens, *, salt: str = "") -> Chain:
+        """The hashes of tokens under the key that is served. salt: only requests with the same one share a prefix."""
+        return Chain(dataclasses.replace(self.key, salt=salt), self.geometry.hash_unit, tokens)
 
     def match(self, chain: Chain, *, limit: int | None = None) -> Match:
         """What is cached of a prefix, for routing and admission. limit None: all tokens but the last. Changes nothing."""
@@ -61,43 +63,49 @@ class PrefixCache:
         replay_budget: int = 0,
         turns: Iterable[int] = (),
         limit: int | None = None,
-        salt: str | None = None,
     ) -> RestorePlan:
         """Admits a request: match, pin, allocate, order copies.
 
-        turns: lengths of the prefix at ends of conversation turns. Raises ValueError for a request that is not well
-        formed, PoolExhausted if it does not fit now.
+        tokens: a chain becomes the request's own. turns: lengths of the prefix at ends of conversation turns.
+        Raises ValueError for a request that is not well formed, PoolExhausted if it does not fit now.
         """
         if id in self.requests:
             raise ValueError(f"request {id!r} is running already")
-        if not isinstance(tokens, Chain):
-            key = self.key if salt is None else dataclasses.replace(self.key, salt=salt)
-            tokens = Chain(key, self.geometry.hash_unit, tokens)
-        if tokens.key.revision != self.key.revision:
-            raise ValueError(f"request {id!r} is for revision {tokens.key.revision!r}, serving {self.key.revision!r}")
-        if not len(tokens):
+        chain = tokens if isinstance(tokens, Chain) else self.chain(tokens)
+        differing = [f"{f}={getattr(chain.key, f)!r}" for f in chain.key.differing(self.key) if f != "salt"]
+        if differing or chain.unit != self.geometry.hash_unit:
+            raise ValueError(
+                f"request {id!r} has a key of {', '.join(differing) or 'other fields'} and hash unit {chain.unit}: "
+                f"serving {self.key} and {self.geometry.hash_unit}"
+            )
+        if not len(chain):
             raise ValueError(f"request {id!r} has no tokens")
         if replay_budget < 0:
             raise ValueError(f"request {id!r}: replay_budget={replay_budget} must be at least 0 tokens")
-        match = self.match(tokens, limit=len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1))
-        plan = plan_restore(match, self.geometry, tokens=len(tokens), replay_budget=replay_budget)
+        match = self.match(chain, limit=len(chain) - 1 if limit is None else min(limit, len(chain) - 1))
+        plan = plan_restore(match, self.geometry, tokens=len(chain), replay_budget=replay_budget)
         try:
-            request = self._admit(id, tokens, plan, tuple(turns))
+            request = self._admit(id, chain, plan, tuple(turns))
         except PoolExhausted:
-            # What matched takes room beside its copies; without it, all of the cache may go to make room.
-            if not plan.pins:
+            # What matched takes room beside its copies. Without it, the request may fit where all of the cache was.
+            if not plan.pins or self.room < self.geometry.state_pages + self.geometry.kv_pages(len(chain)):
                 raise
-            plan = plan_cold(match, self.geometry, tokens=len(tokens))
-            request = self._admit(id, tokens, plan, tuple(turns))
+            plan = plan_cold(match, self.geometry, tokens=len(chain))
+            request = self._admit(id, chain, plan, tuple(turns))
         self.requests[id] = request
         self._now += 1
         if plan.checkpoint:
-            self.policy.hit(self.index.path(tokens, plan.start), self._now)
+            self.policy.hit(self.index.path(chain, plan.start), self._now)
         self.metrics.update([f"way.{plan.way}", *(f"miss.{reason.code}" for reason in plan.misses)])
-        self.metrics.update(
-            {"tokens": plan.tokens, "tokens.uncached": plan.uncached, "tokens.replayed": len(plan.replay)}
-        )
+        self.metrics["tokens"] += plan.tokens
+        self.metrics["tokens.uncached"] += plan.uncached
+        self.metrics["tokens.replayed"] += len(plan.replay)
         return plan
+
+    @property
+    def room(self) -> int:
+        """Pages that are free or could be."""
+        return self.pool.free + len(retention.evictable(self.index))
 
     def _admit(self, id: str, chain: Chain, plan: RestorePlan, turns: tuple[int, ...]) -> Request:
         with ExitStack() as undo:
@@ -159,12 +167,12 @@ class PrefixCache:
         if count < 1:
             raise ValueError(f"request {id!r}: a forward over {count} tokens")
         upto = request.computed + count
-        missing = self.columns.column(upto) + 1 - len(request.table)
-        if missing > 0:
-            request.table += self._allocate(missing)
-        checkpoint = self._lent(request)
-        if checkpoint and checkpoint not in self._waiting.values():
-            self._copy_out(request, checkpoint)
+        pages = self._allocate(max(0, self.columns.column(upto) + 1 - len(request.table)))
+        with ExitStack() as undo:
+            undo.callback(self.pool.drop, pages)
+            self.keeper.copy_out(request)
+            undo.pop_all()
+        request.table += pages
         request.reserved = upto
         return tuple(request.table)
 
@@ -175,9 +183,7 @@ class PrefixCache:
     def landed(self, copies: Iterable[Copy]) -> None:
         """What they wrote is valid, and can be matched."""
         for copy in self.copies.under_way(copies):
-            checkpoint = self._waiting.pop(copy.id, None)
-            if copy.kind is Kind.KEEP and checkpoint and self.index.live(checkpoint):
-                self.index.move_checkpoint(checkpoint, copy.destination)
+            self.keeper.landed(copy)
             self.copies.close(copy)
 
     def failed(self, copies: Iterable[Copy]) -> None:
@@ -185,7 +191,8 @@ class PrefixCache:
         it is, and the next `extend` tries again.
         """
         for copy in self.copies.under_way(copies):
-            self._undo(copy)
+            self.keeper.lost(copy)
+            self.copies.close(copy)
             request = self.requests.get(copy.request)
             if request and copy.kind is Kind.KEEP:
                 request.reserved = request.computed
@@ -207,18 +214,18 @@ class PrefixCache:
             )
         if not self.copies.pending.isdisjoint(request.pages) or any(self.copies.sources[p] for p in request.state):
             raise ValueError(f"request {id!r} ran a forward before its copies had landed: abort it")
-        if self._lent(request):
+        if lent(self.index, request):
             raise ValueError(f"request {id!r} wrote over a state that the index shares: extend it again, or abort it")
         wanted = self._wanted(request, request.computed, upto)
         records = None
         if upto in wanted and records_since is not None:
-            records = self._records(request, upto, records_since)
+            records = self.keeper.records(request, upto, records_since)
         self.metrics["stops.missed"] += len(wanted.keys() - {upto})
         request.computed = request.reserved = upto
         if self._register(request) and upto in wanted:
-            self._keep(request, wanted[upto], records)
+            self.keeper.keep(request, wanted[upto], self._now, records)
         if records:
-            self.pool.drop(records[1])  # the index and the copy hold them, or nobody does
+            self.pool.drop(records.pages)  # the index and the copy hold them, or nobody does
 
     # The end
 
@@ -234,7 +241,7 @@ class PrefixCache:
             request.turns += (boundary,)
             reason = self._wanted(request, boundary - 1, boundary).get(boundary)
             if reason and boundary == request.computed and request.reserved == request.computed:
-                self._keep(request, reason)
+                self.keeper.keep(request, reason, self._now)
             elif reason and (checkpoint := self.index.checkpoints.get(request.chain.at(boundary))):
                 checkpoint.kept.add(reason)
         self.abort(id)
@@ -243,8 +250,9 @@ class PrefixCache:
         """Gives back all that the request holds. What it had made findable stays."""
         request = self._ledger(id)
         for copy in self.copies.untaken(id):
-            self._undo(copy)
-        if checkpoint := self._lent(request):
+            self.keeper.lost(copy)
+            self.copies.close(copy)
+        if checkpoint := lent(self.index, request):
             checkpoint.lent = None
         if request.last:
             request.last.last_of.discard(id)
@@ -256,8 +264,10 @@ class PrefixCache:
         lost = set(pages)
         self.index.drop_pages(lost)
         for copy in self.copies.open.values():
-            if not lost.isdisjoint(copy.pages) and copy.request in self.requests:
-                self.requests[copy.request].broken = "a page that its copies read or write was lost"
+            if not lost.isdisjoint(copy.pages):
+                self.keeper.spoiled(copy)
+                if copy.request in self.requests:
+                    self.requests[copy.request].broken = "a page that its copies read or write was lost"
         for request in self.requests.values():
             if not lost.isdisjoint(request.pages):
                 request.broken = "one of its pages was lost"
@@ -301,11 +311,6 @@ class PrefixCache:
         branch = request.plan.kv if request.plan.kv > request.plan.start else 0
         return self.policy.stops(retention.Trail(after, upto, branch, request.turns), self.geometry)
 
-    def _lent(self, request: Request) -> Checkpoint | None:
-        """The checkpoint that still is the request's live state."""
-        last = request.last
-        return last if last and last.lent == request.id and self.index.live(last) else None
-
     def _register(self, request: Request) -> bool:
         """Makes the pages up to the last hash findable, and says whether they are."""
         if request.chain.key.revision != self.key.revision:
@@ -318,74 +323,3 @@ class PrefixCache:
         for start in reversed(todo):
             self.index.register(request.table[start // p], chain, start, min(end, start + p))
         return end > 0 and chain.at(end) in self.index.providers
-
-    def _keep(self, request: Request, reason: str, records: _Records | None = None) -> None:
-        """The live state becomes the checkpoint at `computed`, where it lies; or records do."""
-        hash, boundary = request.chain.at(request.computed), request.computed
-        checkpoint = self.index.checkpoints.get(hash)
-        if checkpoint is None:
-            if records:
-                base, pages = records
-                checkpoint = Checkpoint(hash, boundary, pages, base=base)
-                copy = self.copies.add(request.id, Kind.RECORD, pages, start=base.boundary, end=boundary)
-                self._waiting[copy.id] = checkpoint
-                self.metrics["checkpoints.as_records"] += 1
-            else:
-                checkpoint = Checkpoint(hash, boundary, request.state, lent=request.id)
-            checkpoint.used = self._now
-            self.index.add_checkpoint(checkpoint)
-            self.metrics[f"checkpoints.{reason}"] += 1
-        if reason == retention.LAST:
-            checkpoint.last_of.add(request.id)
-        else:
-            checkpoint.kept.add(reason)
-        previous, request.last = request.last, checkpoint
-        if previous and previous is not checkpoint:
-            previous.last_of.discard(request.id)
-            self._recycle(previous)
-
-    def _recycle(self, checkpoint: Checkpoint | None) -> None:
-        """Drops a state that nothing speaks for any more, and then the one that its records start from."""
-        while checkpoint and self.index.live(checkpoint) and not retention.pinned(self.index, checkpoint):
-            if checkpoint.kept or checkpoint.last_of or checkpoint.hits or checkpoint.tails:
-                return
-            self.index.drop_checkpoint(checkpoint)
-            self.metrics["checkpoints.recycled"] += 1
-            checkpoint = checkpoint.base
-
-    def _records(self, request: Request, boundary: int, since: int) -> _Records | None:
-        """The state that records up to `boundary` can start from, and pages for them; None if they take no less room."""
-        path = self.index.path(request.chain, self.geometry.align(request.computed))
-        bases = [c for c in path if c.boundary >= since and not c.base and self.copies.pending.isdisjoint(c.pages)]
-        if not bases or boundary <= bases[-1].boundary:
-            return None
-        need = self.geometry.record_pages(boundary - bases[-1].boundary)
-        if need >= self.geometry.state_pages:
-            return None
-        self.pool.hold(bases[-1].pages)
-        try:
-            return bases[-1], self._allocate(need)
-        except PoolExhausted:
-            return None
-        finally:
-            self.pool.drop(bases[-1].pages)
-
-    def _copy_out(self, request: Request, checkpoint: Checkpoint) -> None:
-        """Orders the copy of a state that its request is about to write over; without room for it, the state goes."""
-        try:
-            pages = self._allocate(len(checkpoint.pages))
-        except PoolExhausted:
-            self.index.drop_checkpoint(checkpoint)
-            self.metrics["checkpoints.given_up"] += 1
-            return
-        at = checkpoint.boundary
-        copy = self.copies.add(request.id, Kind.KEEP, pages, source=checkpoint.pages, start=at, end=at)
-        self._waiting[copy.id] = checkpoint
-        self.pool.drop(pages)  # the copy holds them until the index does
-
-    def _undo(self, copy: Copy) -> None:
-        """A copy that will not be: the index keeps what it has, and drops records that were never written."""
-        checkpoint = self._waiting.pop(copy.id, None)
-        if checkpoint and copy.kind is Kind.RECORD and self.index.live(checkpoint):
-            self.index.drop_checkpoint(checkpoint)
-        self.copies.close(copy)

@@ -40,8 +40,8 @@ class Engine:
 
     # What a real engine does
 
-    def begin(self, id: str, tokens: Sequence[int], **options):
-        plan = self.cache.begin(id, tokens, **options)
+    def begin(self, id: str, tokens: Sequence[int], salt: str = "", **options):
+        plan = self.cache.begin(id, self.cache.chain(tokens, salt=salt) if salt else tokens, **options)
         self.tokens[id] = list(tokens)
         self.records_since[id] = plan.start
         self.check()
@@ -67,7 +67,9 @@ class Engine:
             content = [("R", i, names[copy.start], names[copy.end]) for i in range(len(copy.destination))]
         else:
             content = [self.memory[page] for page in copy.source]
-            assert POISON not in content, f"{copy} reads a page that was freed"
+            if POISON in content + [self.memory[page] for page in copy.records]:
+                assert self.cache.requests[copy.request].broken, f"{copy} reads a page that was freed"
+                return
             content = [list(x) if isinstance(x, list) else x for x in content]
         for i, page in enumerate(copy.records):
             start = content[0][2]
@@ -114,6 +116,12 @@ class Engine:
             self.tokens[id].append(token)
             self.forward(id, 1, records=records)
 
+    def lose(self, pages: Sequence[int]) -> None:
+        """The device reports pages as broken."""
+        self.memory |= dict.fromkeys(pages, POISON)
+        self.cache.lose(pages)
+        self.check()
+
     def end(self, id: str, how: str = "release") -> None:
         getattr(self.cache, how)(id)
         del self.tokens[id]
@@ -157,12 +165,9 @@ class Engine:
         states = [self.memory[page] for page in request.state]
         assert states == [("S", i, names[request.computed]) for i in range(len(states))], f"{id}: foreign state"
 
-    def check_index(self, tokens: Sequence[int], key: CacheKey | None = None) -> None:
+    def check_index(self, tokens: Sequence[int]) -> None:
         """What a lookup of these tokens finds is what they would compute."""
-        from k3jax.serve.cache import Chain
-
-        key = key or self.cache.key
-        chain = Chain(key, self.cache.geometry.hash_unit, tokens)
+        key, chain = self.cache.key, self.cache.chain(tokens)
         match, names, p = self.cache.match(chain, limit=len(tokens)), [0], self.cache.geometry.page_tokens
         for token in tokens:
             names.append(self._names.get((names[-1], token, key), -2))

@@ -25,7 +25,7 @@ R = range
 
 def hit(engine, tokens, **options):
     """(KV boundary, state boundary) of a prefix, with all its tokens usable."""
-    chain = Chain(engine.cache.key, engine.cache.geometry.hash_unit, tokens)
+    chain = engine.cache.chain(tokens)
     match = engine.cache.match(chain, **({"limit": len(tokens)} | options))
     return match.kv, match.state
 
@@ -33,7 +33,7 @@ def hit(engine, tokens, **options):
 def test_an_unaligned_hit_is_found_at_the_last_hash_and_the_cached_state_survives_its_reader():
     engine, r0 = Engine(), [0, 0, 1, 1, 2, 2]
     engine.run("R0", r0)
-    cached = engine.cache.index.path(Chain(engine.cache.key, 2, r0), 6)[-1]
+    cached = engine.cache.index.path(engine.cache.chain(r0), 6)[-1]
     before = [engine.memory[page] for page in cached.pages]
     plan = engine.begin("R1", [*r0, 3, 3])
     assert (plan.way, plan.start) == (Way.EXACT, 6)
@@ -49,7 +49,7 @@ def test_a_request_that_goes_on_keeps_its_state_and_the_index_moves_to_a_copy():
     engine.begin("R0", r0)
     engine.prefill("R0")
     own = engine.cache.requests["R0"].state
-    cached = engine.cache.index.path(Chain(engine.cache.key, 2, r0), 6)[-1]
+    cached = engine.cache.index.path(engine.cache.chain(r0), 6)[-1]
     assert cached.pages == own and hit(engine, r0) == (6, 6)  # no copy until somebody writes
     engine.cache.append("R0", [7])
     engine.tokens["R0"].append(7)
@@ -191,7 +191,7 @@ def test_kv_alone_is_no_state(budget):
     longer = [*prompt, *R(100, 124)]
     engine.run("R", prompt)
     at_16 = engine.cache.index.path(Chain(KEY, 4, prompt), 16)[-1]
-    engine.cache.lose(at_16.pages)
+    engine.lose(at_16.pages)
     assert hit(engine, prompt) == (20, 8)
     plan = engine.begin("longer", longer, replay_budget=budget)
     assert (plan.start, plan.boundary) == ((8, 20) if budget else (8, 8))
@@ -348,7 +348,7 @@ def test_a_state_goes_with_the_kv_it_stands_on_in_the_same_call():
     held = engine.cache.pool.pages - 1 - engine.cache.pool.free
     assert [c.boundary for c in engine.cache.index.checkpoints.values()] == [4, 8, 16] and held == 4 + 9
     (second,) = [n for n in engine.cache.index.nodes.values() if n.start == 4]
-    engine.cache.lose([second.page])
+    engine.lose([second.page])
     engine.cache.check()
     assert [c.boundary for c in engine.cache.index.checkpoints.values()] == [4]
     assert hit(engine, tokens) == (4, 4) and len(engine.cache.index.nodes) == 1
@@ -359,7 +359,7 @@ def test_one_groups_loss_takes_its_siblings_at_once():
     engine.run("R", tokens)
     (state,) = engine.cache.index.checkpoints.values()
     free = engine.cache.pool.free
-    engine.cache.lose([state.pages[1]])
+    engine.lose([state.pages[1]])
     engine.cache.check()
     assert engine.cache.pool.free == free + 3 and hit(engine, tokens) == (8, 0)
 
@@ -392,8 +392,8 @@ def test_new_weights_find_nothing_and_old_requests_leave_nothing():
     engine.prefill("after")
     engine.end("after")
     assert hit(engine, tokens) == (12, 12)
-    with pytest.raises(ValueError, match="'late' is for revision 'r1', serving 'r2'"):
-        engine.begin("late", Chain(KEY, 2, tokens))
+    with pytest.raises(ValueError, match="request 'late' has a key of revision='r1' and hash unit 2: serving"):
+        engine.cache.begin("late", Chain(KEY, 2, tokens))
     with pytest.raises(ValueError, match="'r2' is being served already"):
         engine.cache.bump("r2")
 
@@ -406,6 +406,14 @@ def test_a_change_of_any_key_field_misses_and_says_which(field):
     match = engine.cache.match(Chain(other, 2, tokens))
     assert (match.kv, match.state) == (0, 0)
     assert [(r.code, r.detail) for r in match.misses] == [(Miss.KEY, field)]
+    if field == "salt":  # tenants share pages of the pool, and no prefix
+        assert engine.begin("other", tokens, salt="rotary").way is Way.COLD
+        engine.prefill("other")
+        engine.end("other")
+        assert engine.cache.match(engine.cache.chain(tokens, salt="rotary"), limit=8).state == 8
+    else:
+        with pytest.raises(ValueError, match=f"has a key of {field}='rotary' and hash unit 2"):
+            engine.cache.begin("other", Chain(other, 2, tokens))
     (reason,) = engine.cache.match(Chain(KEY, 2, [9] * 8)).misses
     assert (reason.code, reason.detail) == (Miss.KV_ABSENT, "")
 
@@ -427,7 +435,7 @@ def test_records_stand_in_for_a_state_where_they_take_less_room():
     assert (plan.way, plan.start) == (Way.RECORDS, 16)
     engine.prefill("S")
     engine.end("S")
-    engine.cache.lose([tail.base.pages[0]])  # records without the state that they start from are nothing
+    engine.lose([tail.base.pages[0]])  # records without the state that they start from are nothing
     engine.cache.check()
     assert not engine.cache.index.live(tail)
     engine.check_empty()

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from k3jax.serve.cache import Chain, Interval, Lineage, Lru, PoolExhausted
+from k3jax.serve.cache import Interval, Lineage, Lru, PoolExhausted
 
 
 class InjectedError(RuntimeError):
@@ -135,12 +135,11 @@ class Serving(RuleBasedStateMachine):
 
     def attempt_forward(self, id, count, accept, records):
         request = self.cache.requests[id]
-        before, revision = request.computed, request.chain.key.revision
+        before, revision, picture = request.computed, request.chain.key.revision, self.picture()
         try:
             self.engine.forward(id, count, accept=accept, records=records)
         except (PoolExhausted, InjectedError):
-            assert request.computed == before
-            request.reserved = min(request.reserved, before)  # the engine gave this forward up
+            assert self.picture() == picture
         tokens = self.engine.tokens[id]
         self.computed |= {(revision, tuple(tokens[:n])) for n in range(before, request.computed + 1)}
         return request.computed > before
@@ -180,7 +179,7 @@ class Serving(RuleBasedStateMachine):
     @rule(data=st.data(), really=RARELY)
     def lose(self, data, really):
         if really:
-            self.cache.lose([data.draw(st.integers(1, self.cache.pool.pages - 1))])
+            self.engine.lose([data.draw(st.integers(1, self.cache.pool.pages - 1))])
 
     @rule(really=RARELY)
     def bump(self, really):
@@ -196,7 +195,7 @@ class Serving(RuleBasedStateMachine):
         """A lookup finds nothing that was not computed under this revision, and what it finds is that."""
         known = sorted(tokens for _, tokens in self.computed)
         tokens = data.draw(st.sampled_from(known)) if known else (0, 1)
-        chain = Chain(self.cache.key, self.cache.geometry.hash_unit, tokens)
+        chain = self.cache.chain(tokens)
         found = self.cache.match(chain, limit=len(tokens))
         assert found.state <= found.kv <= len(tokens)
         for boundary in (found.kv, found.state):

@@ -17,6 +17,9 @@ from k3jax.serve.cache.ledger import Request
 from k3jax.serve.cache.pool import Pool, PoolExhausted
 from k3jax.serve.cache.restore import RestorePlan, plan_cold, plan_restore
 
+HEADROOM = 64
+"""When pages run out, this fraction of the pool is freed at once."""
+
 
 class PrefixCache:
     """Pages, states and who may use them. Every method does all of its work, or raises and leaves requests as they were.
@@ -221,8 +224,8 @@ class PrefixCache:
         if upto in wanted and records_since is not None:
             records = self.keeper.records(request, upto, records_since)
         self.metrics["stops.missed"] += len(wanted.keys() - {upto})
-        request.computed = request.reserved = upto
-        if self._register(request) and upto in wanted:
+        since, request.computed, request.reserved = request.computed, upto, upto
+        if self._register(request, since) and upto in wanted:
             self.keeper.keep(request, wanted[upto], self._now, records)
         if records:
             self.pool.drop(records.pages)  # the index and the copy hold them, or nobody does
@@ -237,7 +240,7 @@ class PrefixCache:
         request = self._ledger(id)
         boundary = self.geometry.align(request.computed)
         settled = not request.broken and self.copies.pending.isdisjoint(request.pages)
-        if settled and boundary and self._register(request):
+        if settled and boundary and self._register(request, request.computed):
             request.turns += (boundary,)
             reason = self._wanted(request, boundary - 1, boundary).get(boundary)
             if reason and boundary == request.computed and request.reserved == request.computed:
@@ -282,7 +285,7 @@ class PrefixCache:
 
     def evict(self, pages: int) -> None:
         """Makes at least this many pages free. Raises PoolExhausted, and evicts nothing, if that cannot be."""
-        self.metrics["evicted.checkpoints"] += retention.evict(self.index, self.policy, pages, self._now)
+        self._evict(pages, 0)
 
     def check(self) -> None:
         """Raises AssertionError unless pool, index, copies and ledgers agree: run it after every operation in tests."""
@@ -293,8 +296,12 @@ class PrefixCache:
     def _allocate(self, n: int) -> tuple[int, ...]:
         if self._fault:
             self._fault(n)
-        self.evict(n)
+        self._evict(n, self.pool.pages // HEADROOM)
         return self.pool.allocate(n)
+
+    def _evict(self, need: int, headroom: int) -> None:
+        went = retention.evict(self.index, self.policy, need, self._now, headroom)
+        self.metrics["evicted.checkpoints"] += went
 
     def _ledger(self, id: str) -> Request:
         if id not in self.requests:
@@ -311,15 +318,15 @@ class PrefixCache:
         branch = request.plan.kv if request.plan.kv > request.plan.start else 0
         return self.policy.stops(retention.Trail(after, upto, branch, request.turns), self.geometry)
 
-    def _register(self, request: Request) -> bool:
-        """Makes the pages up to the last hash findable, and says whether they are."""
+    def _register(self, request: Request, since: int) -> bool:
+        """Makes the pages of tokens [since, computed) findable up to the last hash, and says whether they are."""
         if request.chain.key.revision != self.key.revision:
             return False
-        chain, p, end, todo = request.chain, self.geometry.page_tokens, self.geometry.align(request.computed), []
+        chain, p, end, starts = request.chain, self.geometry.page_tokens, self.geometry.align(request.computed), []
         for start in range((end - 1) // p * p, -1, -p):
-            todo.append(start)
-            if not start or chain.at(start) in self.index.providers:
+            starts.append(start)
+            if start <= since and (not start or chain.at(start) in self.index.providers):
                 break
-        for start in reversed(todo):
+        for start in reversed(starts):
             self.index.register(request.table[start // p], chain, start, min(end, start + p))
         return end > 0 and chain.at(end) in self.index.providers

@@ -169,11 +169,14 @@ class Index:
     def register(self, page: int, chain: Chain, start: int, end: int) -> bool:
         """A page's tokens [start, end) can be found from now on; a page that has grown is registered again.
 
-        Pages that hold less of the same, and that nobody uses, are given back.
-        Nothing happens (False) if it adds no hash, or if the hash before it has no provider.
+        It takes the place of pages that hold no more of the same and that nobody uses. Nothing happens (False) if others
+        provide all of it, or if the hash before it has no provider.
         """
         hashes, parent = chain.between(start, end), chain.at(start)
-        if start and parent not in self.providers or all(hash in self.providers for hash in hashes):
+        if not hashes or (start and parent not in self.providers):
+            return False
+        twins = self.providers.get(hashes[-1], ())
+        if any(len(twin.hashes) > len(hashes) or self.pool.counts[twin.page] > 1 for twin in twins):
             return False
         node = self.nodes.get(page)
         if node is None:

@@ -184,9 +184,11 @@ def evictable(index: Index) -> set[int]:
     return pages
 
 
-def evict(index: Index, policy: Policy, need: int, now: int) -> int:
-    """Drops entries until `need` pages are free; how many checkpoints went. Raises PoolExhausted, and drops nothing,
-    if that cannot be.
+def evict(index: Index, policy: Policy, need: int, now: int, headroom: int = 0) -> int:
+    """Drops entries until `need` pages are free, and `headroom` more where they can be had: ranking all entries is dear,
+    so it is worth doing for many pages. Returns how many checkpoints went.
+
+    Raises PoolExhausted, and drops nothing, if `need` cannot be met.
     """
     pool = index.pool
     if pool.free >= need:
@@ -194,12 +196,13 @@ def evict(index: Index, policy: Policy, need: int, now: int) -> int:
     pages = evictable(index)
     if pool.free + len(pages) < need:
         raise PoolExhausted(need, pool.free, len(pages))
+    goal = min(need + headroom, pool.free + len(pages))
     dead = [node for node in index.nodes.values() if _dead(index, node, pages)]
     ranked = [(policy.rank(s, now), i, s.checkpoint) for i, s in enumerate(survey(index))]
     ranked = [entry for entry in ranked if not pinned(index, entry[2])]
     heapq.heapify(ranked)
     went = len(index.checkpoints)
-    while pool.free < need:
+    while pool.free < goal:
         if dead:
             node = dead.pop()
             if index.nodes.get(node.page) is node and _dead(index, node, pages):  # its twin may have gone meanwhile

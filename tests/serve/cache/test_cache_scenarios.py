@@ -30,6 +30,7 @@ def hit(engine, tokens, **options):
     return match.kv, match.state
 
 
+@pytest.mark.quick
 def test_an_unaligned_hit_is_found_at_the_last_hash_and_the_cached_state_survives_its_reader():
     engine, r0 = Engine(), [0, 0, 1, 1, 2, 2]
     engine.run("R0", r0)
@@ -44,6 +45,7 @@ def test_an_unaligned_hit_is_found_at_the_last_hash_and_the_cached_state_survive
     assert hit(engine, [*r0, 3, 3]) == (8, 8)
 
 
+@pytest.mark.quick
 def test_a_request_that_goes_on_keeps_its_state_and_the_index_moves_to_a_copy():
     engine, r0 = Engine(), [0, 0, 1, 1, 2, 2]
     engine.begin("R0", r0)
@@ -171,6 +173,7 @@ def test_copies_name_their_request_whatever_row_it_has():
         engine.prefill(id)
 
 
+@pytest.mark.quick
 def test_a_partial_page_of_a_large_block_hits_at_its_last_hash():
     engine = Engine(geometry=toy(hash_unit=512, chunk_size=64, page_tokens=6144), pages=32)
     document = list(R(2800))
@@ -242,6 +245,7 @@ def test_each_kind_counts_in_columns_of_its_own():
         engine.cache.extend("long", 16 * 63 + 1)
 
 
+@pytest.mark.quick
 def test_recycled_pages_are_out_of_reach_and_pins_and_counts_hold():
     # Room for one request of 8 tokens: 2 KV pages and 3 state pages, and as much again for its copies.
     engine, a, b = Engine(pages=1 + 10), list(R(8)), list(R(100, 108))
@@ -376,6 +380,7 @@ def test_of_two_equally_recent_states_the_one_that_saves_less_per_byte_goes():
     assert min(dense, heavy, often, inside, key=rank) is inside
 
 
+@pytest.mark.quick
 def test_new_weights_find_nothing_and_old_requests_leave_nothing():
     engine, tokens = Engine(), list(R(12))
     engine.run("before", tokens)

@@ -102,12 +102,12 @@ def test_room_is_made_for_more_than_the_need_where_it_can_be_had():
     for i in range(8):
         engine.run(f"{i}", [100 * i + t for t in range(5)])
     index, free, sizes = engine.cache.index, engine.cache.pool.free, engine.cache.geometry
-    evict(index, Lineage(), free + 1, 0, headroom=6)
+    evict(index, Lineage(), free + 1, 9, headroom=6)
     assert free + 7 <= engine.cache.pool.free < free + 7 + sizes.state_pages
-    evict(index, Lineage(), engine.cache.pool.free + 1, 0, headroom=1000)
+    evict(index, Lineage(), engine.cache.pool.free + 1, 9, headroom=1000)
     assert engine.cache.pool.free == 63
     with pytest.raises(PoolExhausted, match="needs 64 pages, but 63 are free and 0 evictable"):
-        evict(index, Lineage(), 64, 0)
+        evict(index, Lineage(), 64, 9)
 
 
 @pytest.mark.quick

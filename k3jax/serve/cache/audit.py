@@ -39,6 +39,7 @@ def check(cache: PrefixCache) -> None:
     cache.copies.check()
     _check_counts(cache)
     _check_index(cache.index)
+    assert cache.copies.pending.isdisjoint(cache.index.nodes), "KV can be found before a copy into its page has landed"
     _check_requests(cache)
     counts = dataclasses.astuple(census(cache))
     assert 1 + sum(counts) == cache.pool.pages, (

@@ -217,8 +217,6 @@ class PrefixCache:
             )
         if not self.copies.pending.isdisjoint(request.pages) or any(self.copies.sources[p] for p in request.state):
             raise ValueError(f"request {id!r} ran a forward before its copies had landed: abort it")
-        if lent(self.index, request):
-            raise ValueError(f"request {id!r} wrote over a state that the index shares: extend it again, or abort it")
         wanted = self._wanted(request, request.computed, upto)
         records = None
         if upto in wanted and records_since is not None:

@@ -25,11 +25,10 @@ class Miss(StrEnum):
     KEY = "key"
     """The tokens are cached under another key; the detail names the fields that differ."""
     KV_ABSENT = "kv_absent"
-    KV_PENDING = "kv_pending"
-    """The page is there, but a copy into it has not landed."""
     STATE_ABSENT = "state_absent"
     """KV reaches this boundary, no checkpoint does."""
     STATE_PENDING = "state_pending"
+    """A state is there, but a copy of it has not landed."""
     LIMIT = "limit"
     """More is cached than the request may use: at least one of its tokens has to be computed."""
     TAIL = "tail"
@@ -120,14 +119,15 @@ class Index:
     def lookup(self, chain: Chain, limit: int, pending: Container[int] = ()) -> Match:
         """The deepest KV boundary ≤ limit and the newest state at or before it. Changes nothing.
 
-        Whole pages first, then the fine hashes inside the first page that is missing. Pages in `pending` do not match.
+        Whole pages first, then the fine hashes inside the first page that is missing. States in `pending` pages do not match;
+        KV pages are registered only when all copies into them have landed.
         """
         h, p = self.geometry.hash_unit, self.geometry.page_tokens
         last = min(self.geometry.align(limit), chain.aligned)
         nodes, kv, misses = [], 0, []
         while kv < last:
             ends = range(min(last, kv + p), kv, -h)
-            found = next(((end, n) for end in ends if (n := self._provider(chain.at(end), pending))), None)
+            found = next(((end, n) for end in ends if (n := self._provider(chain.at(end)))), None)
             if found is None:
                 break
             kv, node = found
@@ -154,12 +154,10 @@ class Index:
             misses.append(Reason(Miss.STATE_ABSENT, kv))
         return dataclasses.replace(match, misses=tuple(misses))
 
-    def _provider(self, hash: bytes, pending: Container[int]) -> Node | None:
-        return next((node for node in self.providers.get(hash, ()) if node.page not in pending), None)
+    def _provider(self, hash: bytes) -> Node | None:
+        return next(iter(self.providers.get(hash, ())), None)
 
     def _why_no_kv(self, chain: Chain, kv: int) -> Reason:
-        if chain.at(kv + chain.unit) in self.providers:
-            return Reason(Miss.KV_PENDING, kv)
         if not kv:
             for root, key in self.keys.items():
                 if root != chain.at(0) and block_hash(root, chain.first) in self.providers:

@@ -476,3 +476,16 @@ def test_a_fork_shares_whole_pages_and_goes_its_own_way():
         engine.end(id)
     assert [hit(engine, [*tokens, i, i, i]) for i in R(3)] == [(10, 10)] * 3
     engine.check_empty()
+
+
+def test_a_state_is_recycled_when_the_last_request_that_it_is_the_newest_of_goes_on():
+    engine, tokens = Engine(), list(R(6))
+    for id in ("a", "b"):
+        engine.begin(id, tokens)
+    for id in ("a", "b"):  # neither found the other's
+        engine.prefill(id)
+    engine.decode("a", [7, 7])
+    assert hit(engine, tokens) == (6, 6)
+    engine.decode("b", [8, 8])
+    assert hit(engine, tokens) == (6, 0) and engine.cache.metrics["checkpoints.recycled"] == 1
+    assert hit(engine, [*tokens, 7, 7]) == hit(engine, [*tokens, 8, 8]) == (8, 8)

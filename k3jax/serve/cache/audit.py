@@ -73,6 +73,8 @@ def _check_index(index: Index) -> None:
             assert all(n.start == node.start and n.hashes[i] == hash for n in index.providers[hash]), (
                 "one hash, two places"
             )
+    ends = Counter(node.hashes[-1] for node in index.nodes.values())
+    assert all(n == 1 for n in ends.values()), "two pages hold the same tokens, and end there"
     assert provided == Counter({hash: len(nodes) for hash, nodes in index.providers.items()}), (
         "providers that are no nodes"
     )

@@ -205,9 +205,8 @@ def evict(index: Index, policy: Policy, need: int, now: int, headroom: int = 0) 
     while pool.free < goal:
         if dead:
             node = dead.pop()
-            if index.nodes.get(node.page) is node and _dead(index, node, pages):  # its twin may have gone meanwhile
-                index.drop_node(node)
-                dead += [parent for parent in index.providers.get(node.parent, ()) if _dead(index, parent, pages)]
+            index.drop_node(node)
+            dead += [parent for parent in index.providers.get(node.parent, ()) if _dead(index, parent, pages)]
         else:
             checkpoint = heapq.heappop(ranked)[2]
             if index.live(checkpoint):

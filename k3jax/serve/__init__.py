@@ -1,1 +1,1 @@
-"""Serving: a paged cache for latents and states, prefill and decode, and the policies that decide what runs where."""
+"""Serving: what is cached, who is served when and where, and the model that serves."""

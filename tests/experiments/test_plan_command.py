@@ -1,6 +1,7 @@
 """Plans on the command line: what they print is what the step stores, and mistakes are one line."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 
@@ -13,6 +14,7 @@ from k3jax.activations.plan import ActivationPlan
 from k3jax.activations.policy import ActivationPolicy
 from k3jax.train.plan import bytes_of, in_bytes
 from k3jax.train.stored import stored_leaves, summed
+from meshes.targets import FOLDER
 
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=320, pattern="K", num_layers=4, attn_res_block=None)
 
@@ -174,3 +176,34 @@ def test_traffic_refuses_a_target_that_is_not_there(options, capsys):
         main(["traffic", *options, "--target=h300"])
     err = capsys.readouterr().err
     assert stop.value.code == 2 and "choose h200" in err and err.count("\n") == 1
+
+
+def test_a_whole_step_is_what_is_planned_without_a_name(options, capsys):
+    """As a table and as JSON, the same figures; what cannot be is one line."""
+    table = said(capsys, *options)
+    for expected in ("fits: ", "bubble ", "MFU ", "bound by", "assumed"):
+        assert expected in table
+    told = json.loads(said(capsys, "step", *options, "--json"))
+    assert told["fits"] and f"fits: {in_bytes(told['device_bytes'])} of" in table
+    assert {"forward", "backward", "optimizer"} <= {one["part"] for one in told["parts"]}
+    for wrong, line in (
+        (["--anyway"], "give both"),
+        (["--target=h300"], "choose h200"),
+        (["--compile"], "extra|gpu-compile|does not fill"),
+    ):
+        if wrong == ["--compile"] and importlib.util.find_spec("jax_plugins"):
+            continue  # it can be
+        with pytest.raises(SystemExit) as stop:
+            main([*options, *wrong])
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and re.search(line, err) and err.count("\n") == 1, err
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_with_what_would(options, capsys, tmp_path):
+    """A device with the memory of a toy."""
+    told = json.loads(said(capsys, *options, "--json"))
+    cluster = (FOLDER / "h200.toml").read_text().replace("150754820096", str(int(told["device_bytes"] / 0.9) - 4096))
+    (tmp_path / "small.toml").write_text(cluster)
+    less = json.loads(said(capsys, *options, f"--target={tmp_path}/small.toml", "--json"))
+    assert not less["fits"] and less["smallest_change"] == {"zero": 1}

@@ -12,10 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from k3jax.plan import hlo
+from k3jax.plan.compiled import compile_step
 from k3jax.plan.cost import Item, received, total, walk
 from k3jax.plan.links import link_seconds
 from k3jax.plan.traffic import ONCE, PARTS, by_part
 from k3jax.train.devices import abstract_mesh
+from k3jax.train.memory import state_parts
 from k3jax.train.step import TrainStep
 from meshes import AXES, MeshSpec
 from meshes.targets import Target
@@ -109,10 +111,12 @@ def test_planned_bytes_are_those_of_the_compiled_step(mesh, how):
     config = dict(schedule="1f1b", microbatches=4, global_batch=32, seq_len=16) | how
     step = tiny.train_step(mesh, **config)
     sizes = step.resolved.mesh.sizes
-    traced = step.step.trace(*step.operands())
-    costs, branches = walk(traced.jaxpr, sizes)
-    text = traced.lower().compile().as_text()
-    planned, found = received(costs), hlo.received(hlo.collectives(text, sizes, hlo.taken_as(branches)))
+    walked = walk(step.step.trace(*step.operands()).jaxpr, sizes)
+    made = compile_step(step, walked)
+    planned, found = received(walked.costs), made.received
+    state = sum(part.reserved for part in state_parts(step) if part.name != "gradients" and part.place == "device")
+    assert state <= made.arguments <= 1.05 * state + 8192, "the batch and scalars are arguments too"
+    assert made.temporaries > 0 and made.messages > 0 and made.compiling > 0
     for key in planned | found:
         # Norms of whole arrays, which XLA sums as it likes, are not planned: some hundred scalars. Equal messages, as of
         # segments' numbers to KDA and to MLA, XLA sends once.

@@ -8,6 +8,7 @@ query whose keys all heads share. Kimi K2, arXiv:2507.20534, section 2.1; kept i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import jax
@@ -35,6 +36,9 @@ def qk_clip(threshold: float = 100.0, *, powers: Mapping[str, ArrayLike]) -> opt
       that holds weights, which are clipped alike: S of every matrix, shaped like the weight without its last two dims.
       Weights without one are not clipped. ValueError for an array that no weight takes, or of another shape.
 
+    Raises:
+      ValueError: for a threshold that is not above 0; inf clips nothing.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from k3jax.optim import muon, qk_clip
@@ -46,6 +50,9 @@ def qk_clip(threshold: float = 100.0, *, powers: Mapping[str, ArrayLike]) -> opt
       >>> {name: w[:, 0, 0].tolist() for name, w in params["attn"].items()}
       {'k': [1.0, 0.5], 'q': [1.0, 0.5], 'v': [1.0, 1.0]}
     """
+
+    if isinstance(threshold, Real) and not threshold > 0:
+        raise ValueError(f"threshold={threshold}: must be above 0 (inf: never clip)")
 
     def update(updates, state, params=None, *, max_logits: Any = None, **extra_args):
         del extra_args

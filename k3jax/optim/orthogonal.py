@@ -8,7 +8,9 @@ m rows, n columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from k3jax.optim.groups import MATRIX_AXES, is_group
+from k3jax.optim.groups import MATRIX_AXES, is_group, path_name
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration."""
@@ -62,6 +64,9 @@ def scale_by_muon(
       A `GradientTransformation`. Updates have the gradient's dtype; the arithmetic is at least float32, products of
       bfloat16 matrices are summed in float32.
 
+    Raises:
+      ValueError: for settings that mean nothing; from its `init`, for a leaf of fewer than two dims.
+
     Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from k3jax.optim import scale_by_muon
@@ -74,9 +79,17 @@ def scale_by_muon(
       >>> bool((singular > 0.6).all() and (singular < 1.2).all())
       True
     """
+    check_settings(momentum, consistent_rms, ns_steps)
     axes = {} if groups is None else axes_by_path(groups)
 
     def init(params):
+        if orthogonalizer is None:  # which may take matrices in any form
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+                if leaf.ndim < 2:
+                    name = path_name(path) or "the parameter"
+                    raise ValueError(
+                        f"{name} is {leaf.shape}, no matrix: take `muon`, which leaves it to AdamW, or a mask"
+                    )
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype))
 
     def update(updates, state, params=None):
@@ -103,6 +116,17 @@ def scale_by_muon(
         return directions, MuonState(count, jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu))
 
     return optax.GradientTransformation(init, update)
+
+
+def check_settings(momentum: Any, consistent_rms: Any, ns_steps: Any) -> None:
+    """ValueError for numbers that mean nothing; arrays, which `optax.inject_hyperparams` makes of them, may hold anything."""
+    for name, value, holds, needed in (
+        ("momentum", momentum, lambda x: 0 <= x < 1, "at least 0 and below 1"),
+        ("consistent_rms", consistent_rms, lambda x: 0 < x < math.inf, "positive and finite"),
+        ("ns_steps", ns_steps, lambda x: x >= 1, "at least 1"),
+    ):
+        if value is None or (isinstance(value, Real) and not holds(value)):
+            raise ValueError(f"{name}={value}: must be {needed}")
 
 
 def axes_by_path(groups: Any) -> dict[tuple[Any, ...], tuple[int, ...]]:

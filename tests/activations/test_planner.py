@@ -210,6 +210,15 @@ def test_without_time_for_the_solver_the_greedy_plan_counts():
 
 
 @pytest.mark.quick
+def test_a_plan_of_the_solver_that_costs_more_than_the_greedy_one_is_not_taken(monkeypatch):
+    """It stops within a gap, or at its time."""
+    planner = Planner(build("1f1b", stages=2, microbatches=4), [Activation("a", 8, 4, 1.0, 0.25)])
+    dear = planner.seconds == planner.seconds.max()
+    monkeypatch.setattr(planner, "_cheapest", lambda *of: dear)
+    assert planner.plan(1000) == planner.greedy(1000) and planner.plan(1000).cost < planner._plan(dear, 1000).cost
+
+
+@pytest.mark.quick
 def test_a_budget_is_called_the_least_only_if_the_solver_came_to_its_end(monkeypatch):
     planner = Planner(build("1f1b", stages=1, microbatches=1), [Activation("a", 8, 4)])
     solve = planner_module.milp

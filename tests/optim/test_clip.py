@@ -147,6 +147,13 @@ def test_logits_up_to_the_threshold_change_nothing():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan")])
+def test_a_threshold_that_would_turn_weights_to_nan_or_clip_nothing_is_refused(threshold):
+    with pytest.raises(ValueError, match=f"threshold={threshold}: must be above 0"):
+        qk_clip(threshold, powers=qk_powers(LATENT))
+
+
+@pytest.mark.quick
 def test_maxima_that_fit_no_weight_are_refused():
     params = {"attn": {"q_up": jnp.ones((3, 8, 10)), "k_up": jnp.ones((3, 12, 6))}, "moe": {"up": jnp.ones((3, 3))}}
     clip = qk_clip(powers=qk_powers(LATENT))

@@ -117,6 +117,30 @@ def test_a_scale_that_jumps_leaves_the_direction_of_the_larger_gradients(first, 
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("make", [muon, scale_by_muon])
+@pytest.mark.parametrize(
+    "setting",
+    [dict(momentum=1.0), dict(momentum=-0.1), dict(consistent_rms=-0.2), dict(consistent_rms=float("nan"))]
+    + [dict(ns_steps=0)],
+)
+def test_settings_that_mean_nothing_are_refused(make, setting):
+    """A negative scale would climb."""
+    rate = (0.1,) if make is muon else ()
+    with pytest.raises(ValueError, match=rf"{next(iter(setting))}=.*: must be"):
+        make(*rate, **setting)
+
+
+@pytest.mark.quick
+def test_a_leaf_that_is_no_matrix_is_named():
+    with pytest.raises(ValueError, match=r"layer.b is \(5,\), no matrix: take `muon`"):
+        scale_by_muon().init({"layer": {"w": jnp.ones((3, 4)), "b": jnp.ones(5)}})
+    optax.masked(scale_by_muon(), {"w": True, "b": False}).init({"w": jnp.ones((3, 4)), "b": jnp.ones(5)})
+
+
 # ---- zeros, and where it runs ----------------------------------------------------------------------------------------
 
 

@@ -489,3 +489,17 @@ def test_a_state_is_recycled_when_the_last_request_that_it_is_the_newest_of_goes
     engine.decode("b", [8, 8])
     assert hit(engine, tokens) == (6, 0) and engine.cache.metrics["checkpoints.recycled"] == 1
     assert hit(engine, [*tokens, 7, 7]) == hit(engine, [*tokens, 8, 8]) == (8, 8)
+
+
+def test_a_state_is_not_moved_to_a_page_that_was_lost_under_its_copy():
+    engine, tokens = Engine(), list(R(6))
+    engine.begin("R", tokens)
+    engine.prefill("R")
+    engine.cache.append("R", [7])
+    engine.cache.extend("R", 1)
+    (copy,) = engine.cache.take_copies()
+    engine.lose(copy.destination[:1])
+    engine.cache.landed([copy])
+    assert hit(engine, tokens) == (6, 0)
+    engine.end("R", "abort")
+    engine.check_empty()

@@ -45,8 +45,8 @@ class DepthMix(nnx.Module):
         return jnp.einsum("nbt,nbtd->btd", jax.nn.softmax(scores, 0), sources).astype(prefix_BTD.dtype)
 
     @property
-    def direction(self) -> Float[Array, " D"]:
-        """What a normalised source is projected on to get its score."""
+    def direction(self) -> Float[Array, "*stack D"]:
+        """What a normalised source is projected on to get its score; of stacked parameters, of each."""
         return self.query[...] * self.norm.weight[...]
 
     def merge(self, mixed: BlockMix, site: Int[Array, ""], prefix_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -1,0 +1,1 @@
+"""Serving: prefix cache, prefill and decode, scheduling."""

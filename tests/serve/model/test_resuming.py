@@ -1,10 +1,11 @@
 """A prompt that goes on from saved pages, in other pages, has the very bits of one that began from nothing."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from serving_problem import (
     BLOCK,
-    CONFIG,
     NOT_A_NUMBER,
     PAGES,
     POOL,
@@ -15,10 +16,6 @@ from serving_problem import (
     prompt,
 )
 
-from k3jax.layers.kda import KDA
-from k3jax.ops.kda.layout import Layout
-from k3jax.serve.model import ServingModel
-from k3jax.serve.model.pages import from_words
 
 
 def contents(pool, held, tokens: int):
@@ -55,17 +52,17 @@ def test_a_prompt_split_at_any_block_goes_on_with_the_same_bits(model, length):
 def test_one_token_after_whole_chunks_is_the_same_cold_warm_and_decoded(model, k):
     """Lengths of 64k + 1: the last block holds one token; at k = 0 the state starts from zeros, though its page does not."""
     tokens, holder = prompt(64 * k + 1, seed=k), Holder(seed=k)
-    cold_held, warm_held = holder.sequence(), holder.sequence()
+    cold_held, warm_held = holder.sequence(len(tokens)), holder.sequence(len(tokens))
     cold, cold_pool = prefill(model, dirty_pool(model), cold_held, tokens)
-    before, pool = prefill(model, dirty_pool(model), warm_held, tokens, end=64 * k)
+    _, pool = prefill(model, dirty_pool(model), warm_held, tokens, end=64 * k)
     step, warm_pool = model.prefill(pool + 0, [warm_held.row(tokens, 64 * k, len(tokens))])
     np.testing.assert_array_equal(step.logits[step.at[0]], cold[-1])
-    for got, want in zip(contents(warm_pool, warm_held, len(tokens)), contents(cold_pool, cold_held, len(tokens)), strict=True):
+    warm_contents, cold_contents = (contents(*of, len(tokens)) for of in ((warm_pool, warm_held), (cold_pool, cold_held)))
+    for got, want in zip(warm_contents, cold_contents, strict=True):
         np.testing.assert_array_equal(got, want)
     step, pool = model.decode(pool, [warm_held.row(tokens, 64 * k, len(tokens))])
     assert_close(step.logits[step.at[0]], cold[-1], 1e-5)  # the recurrence, instead of a chunk
-    decoded, chunked = contents(pool, warm_held, len(tokens))[1], contents(cold_pool, cold_held, len(tokens))[1]
-    assert_close(decoded.view(np.float32), chunked.view(np.float32), 1e-5)
+    assert_close(contents(pool, warm_held, 1)[1].view(np.float32), cold_contents[1].view(np.float32), 1e-5)
     assert np.argmax(step.logits[step.at[0]]) == np.argmax(cold[-1])
 
 
@@ -96,8 +93,6 @@ def test_tokens_that_run_again_for_the_state_write_no_latents(model):
     pool = model.copy(pool, [[(-1, page) for page in states[0]]])
     zeroed = np.asarray(pool)
     assert (zeroed[:, states[0]] == 0).all()
-    import dataclasses
-
     shared = dataclasses.replace(held, states=states)
     for at in (0, BLOCK):
         step, pool = model.prefill(pool, [shared.row(tokens, at, at + BLOCK, writes=64)])

@@ -34,7 +34,9 @@ class MixedStream(NamedTuple):
     def of(cls, config: ModelConfig, stream: lm.Stream) -> MixedStream:
         """Of the stream that enters layer 0."""
         prefix, blocks = stream
-        return cls(prefix, blocks, None if blocks is None else BlockMix.of_none(2 * (config.attn_res_block or 0), prefix))
+        return cls(
+            prefix, blocks, None if blocks is None else BlockMix.of_none(2 * (config.attn_res_block or 0), prefix)
+        )
 
     def enter(self, layer: Any, flags: dict[str, Flag]) -> tuple[jax.Array, MixedStream]:
         prefix, blocks, mixed = self
@@ -75,7 +77,11 @@ def place(config: ModelConfig, site: Any) -> Any:
 def site_tables(config: ModelConfig) -> dict[str, np.ndarray]:
     """For each slot [J, P]: the places of its two sites, and the site after its attention."""
     layers = np.maximum(StackLayout(config).layer_table[0, 0], 0)
-    tables = {"attn_site": place(config, 2 * layers), "ffn_site": place(config, 2 * layers + 1), "next_site": 2 * layers + 1}
+    tables = {
+        "attn_site": place(config, 2 * layers),
+        "ffn_site": place(config, 2 * layers + 1),
+        "next_site": 2 * layers + 1,
+    }
     return {name: table.astype(np.int32) for name, table in tables.items()}
 
 
@@ -85,7 +91,9 @@ def directions(config: ModelConfig, params: lm.Params) -> jax.Array:
         return jnp.zeros((0, config.hidden_size))
     slots = enumerate(config.pattern)
     parts = [(kind, params["chunks"][str(p)], name) for p, kind in slots for name in ("attn_mix", "ffn_mix")]
-    of_slots = jnp.stack([lm.bind(config, kind, part[name], inside=name).direction[0, 0] for kind, part, name in parts], 1)
+    of_slots = jnp.stack(
+        [lm.bind(config, kind, part[name], inside=name).direction[0, 0] for kind, part, name in parts], 1
+    )
     j, p = np.array([StackLayout(config).position(layer)[2:] for layer in range(config.num_layers)]).T
     of_layers = of_slots.reshape(-1, len(config.pattern), 2, config.hidden_size)[j, p].reshape(-1, config.hidden_size)
     exit_site = lm.bind(config, "head", params["head"]["mix"], inside="mix").direction[None]

@@ -89,7 +89,7 @@ def forward(
         weights, bias, flags, own = inputs
         for p, kind in enumerate(config.pattern):
             slot = layout.flags(p, flags) | {name: table[p] for name, table in own.items()} | of_sites
-            memory = Memory(pages, pool, rows, slot["part"], slot["group"])
+            memory = Memory(pages, pool, rows, own["part"][p], own["group"][p])
             after, _, pool = lm.run_layer(
                 config,
                 lm.bind(config, kind, weights[str(p)]),

@@ -82,7 +82,9 @@ class PageLayout:
     @property
     def head_words(self) -> int:
         """Of a head's state and tail."""
-        return words_of(math.prod(self.state_shape), self.state_dtype) + words_of(math.prod(self.tail_shape), self.dtype)
+        return words_of(math.prod(self.state_shape), self.state_dtype) + words_of(
+            math.prod(self.tail_shape), self.dtype
+        )
 
     @property
     def words(self) -> int:

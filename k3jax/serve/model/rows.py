@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from k3jax.serve.model.forward import Rows
@@ -52,14 +53,11 @@ def arrange(
     Raises ValueError for a row that does not fit the model, the pool or the shapes, and for pages that two would write.
     """
     B, at = per_rank * ranks, np.zeros(len(rows), np.int32)
-    arrays = Rows(
-        np.full((B, T), -1, np.int32),
-        np.zeros(B, np.int32),
-        np.zeros(B, np.int32),
-        np.full((B, width), -1, np.int32),
-        np.full((B, layout.groups, layout.pages_per_state), -1, np.int32),
-    )
-    filled, written = [0] * ranks, {}
+    tokens_BT, latents_Bn = np.full((B, T), -1, np.int32), np.full((B, width), -1, np.int32)
+    starts_B, writes_B = np.zeros((2, B), np.int32)
+    states_BGm = np.full((B, layout.groups, layout.pages_per_state), -1, np.int32)
+    filled: list[int] = [0] * ranks
+    written: dict[tuple[int, int], int] = {}
     for i, row in enumerate(rows):
         _check(layout, row, f"row {i}", T=T, ranks=ranks, width=width, pool_pages=pool_pages)
         if filled[row.rank] == per_rank:
@@ -70,13 +68,15 @@ def arrange(
         used = row.latents[: layout.pages_for(row.end)]
         changed = [] if writes >= row.end else used[max(row.start, writes) // layout.tokens :]
         for page in (*changed, *(page for group in row.states for page in group)):
-            if (other := written.setdefault((row.rank, page), i)) != i or list(changed).count(page) > 1:
+            if (row.rank, page) in written:
+                other = written[row.rank, page]
                 raise ValueError(f"row {i}: page {page} of rank {row.rank} is written by row {other} too")
-        arrays.tokens_BT[at[i], : len(row.tokens)] = row.tokens
-        arrays.starts_B[at[i]], arrays.writes_B[at[i]] = row.start, writes
-        arrays.latents_Bn[at[i], : len(used)] = used
-        arrays.states_BGm[at[i]] = row.states
-    return arrays, at
+            written[row.rank, page] = i
+        tokens_BT[at[i], : len(row.tokens)] = row.tokens
+        starts_B[at[i]], writes_B[at[i]] = row.start, writes
+        latents_Bn[at[i], : len(used)] = used
+        states_BGm[at[i]] = row.states
+    return Rows(*map(jnp.asarray, (tokens_BT, starts_B, writes_B, latents_Bn, states_BGm))), at
 
 
 def _check(layout: PageLayout, row: Row, what: str, *, T: int, ranks: int, width: int, pool_pages: int) -> None:
@@ -100,4 +100,6 @@ def _check(layout: PageLayout, row: Row, what: str, *, T: int, ranks: int, width
         raise ValueError(f"{what}: states need {shape[0]} groups of {shape[1]} pages; got groups of {got}")
     pages = (*row.latents[:needed], *(page for group in row.states for page in group))
     if not all(0 <= page < pool_pages for page in pages):
-        raise ValueError(f"{what}: pages must be from 0 to {pool_pages - 1}, those of the pool of its rank; got {pages}")
+        raise ValueError(
+            f"{what}: pages must be from 0 to {pool_pages - 1}, those of the pool of its rank; got {pages}"
+        )

@@ -19,7 +19,7 @@ from k3jax.configs import ModelConfig
 from k3jax.layers.common import Axes
 from k3jax.parallel.experts import best_exchange
 from k3jax.serve.model.buckets import Buckets
-from k3jax.serve.model.forward import Rows, Weights, forward
+from k3jax.serve.model.forward import Weights, forward
 from k3jax.serve.model.pages import WORD, PageLayout, copy_pages
 from k3jax.serve.model.rows import Row, arrange
 from k3jax.serve.model.sample import Sampler, draws, sample
@@ -72,7 +72,7 @@ class ServingModel:
         self._copy = self._on_ranks(copy_pages, (POOL, P(RANKS), P(RANKS)), POOL, donate=0)
 
     def _program(self, run: Any) -> Any:
-        specs = Weights(weight_specs(self.pages.config), P()), POOL, Rows(*[P(RANKS)] * len(Rows._fields))
+        specs = Weights(weight_specs(self.pages.config), {"chunks": P()}), POOL, P(RANKS)
         return self._on_ranks(run, specs, (P(RANKS), POOL), donate=1)
 
     def _on_ranks(self, run: Any, in_specs: Any, out_specs: Any, *, donate: int) -> Any:
@@ -130,7 +130,9 @@ class ServingModel:
             pairs[rank, : len(each)] = np.reshape(each, (-1, 2))
         return self._copy(pool, pairs[..., 0].reshape(-1), pairs[..., 1].reshape(-1))
 
-    def choose(self, step: Step, samplers: Sequence[Sampler], positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def choose(
+        self, step: Step, samplers: Sequence[Sampler], positions: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The next token of each given row and its log probability (nats); positions: of these tokens.
 
         Takes logits [B, W]. What a row gets depends neither on the other rows nor on its place.
@@ -160,7 +162,9 @@ def weight_specs(config: ModelConfig) -> dict[str, Any]:
 def check_block(block: int, *, chunk_size: int, hash_unit: int) -> None:
     """ValueError unless chunk_size divides block and block divides hash_unit."""
     if chunk_size < 1 or block < 1 or block % chunk_size:
-        raise ValueError(f"block={block} must be a multiple of KDA's chunk_size={chunk_size}: states are exact at its edges")
+        raise ValueError(
+            f"block={block} must be a multiple of KDA's chunk_size={chunk_size}: states are exact at its edges"
+        )
     if hash_unit < 1 or hash_unit % block:
         raise ValueError(
             f"block={block} must divide hash_unit={hash_unit}: else a boundary that has a name would lie inside a block"

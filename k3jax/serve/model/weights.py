@@ -71,7 +71,8 @@ def assemble(
     if mesh is not None:
         check_mesh(config, mesh)
     targets = targets_of(config)
-    filled = [np.zeros(leaf.shape, leaf.dtype if fp32 else dtype) for leaf, fp32 in zip(targets.leaves, targets.fp32, strict=True)]
+    leaves = zip(targets.leaves, targets.fp32, strict=True)
+    filled = [np.zeros(leaf.shape, leaf.dtype if fp32 else dtype) for leaf, fp32 in leaves]
     missing = dict(targets.of_name)
     for name, array in arrays:
         if name not in missing:

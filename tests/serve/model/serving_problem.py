@@ -44,11 +44,11 @@ def serving(given: Weights, **changes) -> ServingModel:
     return ServingModel(given, **how)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def training_logits(config, given: Weights, tokens_BT):
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def training_logits(config, given: Weights, tokens_BT, dtype="float32"):
     """Of the training forward, teacher-forced."""
     ids = jnp.zeros_like(tokens_BT)
-    return lm.plain_logits(config, *given, lm.Batch(tokens_BT, tokens_BT, ids))
+    return lm.plain_logits(config, *given, lm.Batch(tokens_BT, tokens_BT, ids), dtype=dtype)
 
 
 def dirty_pool(model: ServingModel, pages: int = POOL):
@@ -84,12 +84,18 @@ class Held:
         return [*self.latents, *(page for group in self.states for page in group)]
 
 
-def prefill(model, pool, held, tokens, start=0, end=None, **how):
-    """All blocks of one sequence: the logits of each call, and the pool."""
+def block(model, pool, held, tokens, first, last, **how):
+    """One block of one sequence: the logits after each of its tokens, and the pool."""
+    step, pool = model.prefill(pool, [held.row(tokens, first, last, **how)], every_logit=True)
+    return np.asarray(step.logits)[step.at[0], : last - first], pool
+
+
+def prefill(model, pool, held, tokens, start=0, end=None):
+    """All blocks of one sequence: the logits of each, and the pool."""
     logits = []
     for first, last in blocks(start, len(tokens) if end is None else end, BLOCK):
-        step, pool = model.prefill(pool, [held.row(tokens, first, last)], **how)
-        logits.append(np.asarray(step.logits)[step.at[0]])
+        of_block, pool = block(model, pool, held, tokens, first, last)
+        logits.append(of_block)
     return logits, pool
 
 

@@ -11,11 +11,11 @@ from serving_problem import (
     POOL,
     Holder,
     assert_close,
+    block,
     dirty_pool,
     prefill,
     prompt,
 )
-
 
 
 def contents(pool, held, tokens: int):
@@ -55,15 +55,17 @@ def test_one_token_after_whole_chunks_is_the_same_cold_warm_and_decoded(model, k
     cold_held, warm_held = holder.sequence(len(tokens)), holder.sequence(len(tokens))
     cold, cold_pool = prefill(model, dirty_pool(model), cold_held, tokens)
     _, pool = prefill(model, dirty_pool(model), warm_held, tokens, end=64 * k)
-    step, warm_pool = model.prefill(pool + 0, [warm_held.row(tokens, 64 * k, len(tokens))])
-    np.testing.assert_array_equal(step.logits[step.at[0]], cold[-1])
-    warm_contents, cold_contents = (contents(*of, len(tokens)) for of in ((warm_pool, warm_held), (cold_pool, cold_held)))
+    warm, warm_pool = block(model, pool + 0, warm_held, tokens, 64 * k, len(tokens))
+    np.testing.assert_array_equal(warm, cold[-1])
+    warm_contents, cold_contents = (
+        contents(*of, len(tokens)) for of in ((warm_pool, warm_held), (cold_pool, cold_held))
+    )
     for got, want in zip(warm_contents, cold_contents, strict=True):
         np.testing.assert_array_equal(got, want)
     step, pool = model.decode(pool, [warm_held.row(tokens, 64 * k, len(tokens))])
-    assert_close(step.logits[step.at[0]], cold[-1], 1e-5)  # the recurrence, instead of a chunk
+    assert_close(step.logits[step.at[0]], cold[-1][0], 1e-5)  # the recurrence, instead of a chunk
     assert_close(contents(pool, warm_held, 1)[1].view(np.float32), cold_contents[1].view(np.float32), 1e-5)
-    assert np.argmax(step.logits[step.at[0]]) == np.argmax(cold[-1])
+    assert np.argmax(step.logits[step.at[0]]) == np.argmax(cold[-1][0])
 
 
 def test_a_block_ending_early_leaves_the_state_of_its_tokens(model):
@@ -75,8 +77,8 @@ def test_a_block_ending_early_leaves_the_state_of_its_tokens(model):
         step, pool = model.decode(pool, [held.row(tokens, n - 1, n)])
         if n % 5 == 1 or n == BLOCK:
             cut = holder.sequence(BLOCK)
-            step_cut, whole = model.prefill(dirty_pool(model), [cut.row(tokens, 0, n)])
-            assert_close(step_cut.logits[step_cut.at[0]], step.logits[step.at[0]], 1e-5)
+            logits, whole = block(model, dirty_pool(model), cut, tokens, 0, n)
+            assert_close(logits[-1], step.logits[step.at[0]], 1e-5)
             for got, want in zip(contents(whole, cut, n), contents(pool, held, n), strict=True):
                 assert_close(got.view(np.float32), want.view(np.float32), 1e-5)
             assert (contents(whole, cut, BLOCK)[0][:, n:] == NOT_A_NUMBER).all()
@@ -95,8 +97,8 @@ def test_tokens_that_run_again_for_the_state_write_no_latents(model):
     assert (zeroed[:, states[0]] == 0).all()
     shared = dataclasses.replace(held, states=states)
     for at in (0, BLOCK):
-        step, pool = model.prefill(pool, [shared.row(tokens, at, at + BLOCK, writes=64)])
-    np.testing.assert_array_equal(step.logits[step.at[0]], cold[-1])
+        logits, pool = block(model, pool, shared, tokens, at, at + BLOCK, writes=64)
+    np.testing.assert_array_equal(logits, cold[-1])
     after, others = np.asarray(pool), [page for page in range(POOL) if page not in states[0]]
     np.testing.assert_array_equal(after[:, others], before[:, others])
     np.testing.assert_array_equal(contents(pool, shared, 64)[1], contents(before, held, 64)[1])

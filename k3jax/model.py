@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,36 @@ class Stream(NamedTuple):
     """Running sum of the current residual block (of all layers for plain residuals)."""
     blocks: Float[Array, "N B T D"] | None
     """Completed blocks, the embedding first; no matter what where not yet made. None for plain residuals."""
+
+    def enter(self, layer: Any, flags: dict[str, Flag]) -> tuple[jax.Array, Stream]:
+        """What a layer's attention sees; and the stream, in which the layer may have begun a block.
+
+        The attention site mixes over the blocks made *before* this layer; only then may the entering prefix become a block.
+        """
+        prefix, blocks = self
+        if blocks is None:
+            return prefix, self
+        h = layer.attn_mix(prefix, blocks, flags["attn_blocks"])
+        blocks, prefix = begin_block(prefix, blocks, flags)
+        return h, Stream(prefix, blocks)
+
+    def plus(self, out: jax.Array) -> Stream:
+        return self._replace(prefix=self.prefix + out)
+
+    def for_ffn(self, layer: Any, flags: dict[str, Flag]) -> jax.Array:
+        """What a layer's FFN sees."""
+        return self.prefix if self.blocks is None else layer.ffn_mix(self.prefix, self.blocks, flags["ffn_blocks"])
+
+
+@runtime_checkable
+class Residual(Protocol):
+    """What `run_layer` needs of a stream: `Stream`, or one that mixes the same sources in another way."""
+
+    def enter(self, layer: Any, flags: dict[str, Flag]) -> tuple[jax.Array, Any]: ...
+
+    def plus(self, out: jax.Array) -> Any: ...
+
+    def for_ffn(self, layer: Any, flags: dict[str, Flag]) -> jax.Array: ...
 
 
 class Batch(NamedTuple):
@@ -83,6 +113,10 @@ class Head(nnx.Module):
             self.mix = DepthMix(config.hidden_size, config.norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.weight = param(draw.normal(config.init_range, config.hidden_size, config.vocab_size, alone=True))
+
+    def project(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch W"]:
+        """Logits of what is normed already, at least float32."""
+        return jnp.matmul(h, self.weight[...], preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
 
 
 MODULES = {
@@ -223,8 +257,7 @@ def head_logits(
     h_BTD = on_last(head.norm(h_BTD))
     if axes.pipe is not None:
         h_BTD = lax.psum(h_BTD, axes.pipe)
-    fp32 = jnp.promote_types(h_BTD.dtype, jnp.float32)
-    return jnp.matmul(h_BTD, head.weight[...], preferred_element_type=fp32)
+    return head.project(h_BTD)
 
 
 def head_loss(
@@ -320,28 +353,23 @@ def run_layer(
     config: ModelConfig,
     layer: Any,
     dense: Params,
-    stream: Stream,
+    stream: Residual,
     bias_E: Float[Array, " E"],
     flags: dict[str, Flag],
     tokens: Tokens,
-) -> tuple[Stream, MoEStats, Float[Array, " H"] | None]:
+    attend: Callable[..., tuple[jax.Array, Any]] = lambda attn, x_BTD, tokens: attn(x_BTD, tokens),
+) -> tuple[Any, MoEStats, Any]:
     """One layer, in the exact order of block attention residuals (spec: K3 report section 2.3).
 
-    Beside the stream: counts of its mixture, and the largest logit of each head of MLA, None for KDA.
-
-    The attention site mixes over the blocks made *before* this layer; only then may the entering prefix become a block.
+    Beside the stream: counts of its mixture, and what `attend` tells beside attention's output: by default the largest logit
+    of each head of MLA, None for KDA.
     """
-    prefix, blocks = stream
-    if blocks is not None:
-        h = layer.attn_mix(prefix, blocks, flags["attn_blocks"])
-        blocks, prefix = begin_block(prefix, blocks, flags)
-    else:
-        h = prefix
-    out, max_logit_H = layer.attn(layer.attn_norm(h), tokens)
-    prefix = prefix + checkpoint_name(out, "attn.out")
-    h = layer.ffn_mix(prefix, blocks, flags["ffn_blocks"]) if blocks is not None else prefix
+    h, stream = stream.enter(layer, flags)
+    out, told = attend(layer.attn, layer.attn_norm(h), tokens)
+    stream = stream.plus(checkpoint_name(out, "attn.out"))
+    h = stream.for_ffn(layer, flags)
     out, stats = feed_forward(config, layer, dense, layer.ffn_norm(h), bias_E, flags["dense"], tokens)
-    return Stream(prefix + checkpoint_name(out, "ffn.out"), blocks), stats, max_logit_H
+    return stream.plus(checkpoint_name(out, "ffn.out")), stats, told
 
 
 def begin_block(prefix: jax.Array, blocks: jax.Array, flags: dict[str, Flag]) -> tuple[jax.Array, jax.Array]:

@@ -1,16 +1,20 @@
-"""Causal attention inside documents, softmax in float32.
+"""Causal attention inside documents, and over keys that come in parts; softmax in float32.
 
-B batch, T query tokens, S key tokens, H heads, K key dim, V value dim.
+B batch, T query tokens, S key tokens, H heads, G heads of keys, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.compat import vary_like
 
 BLOCK = 512
 """Queries whose scores exist at one time."""
@@ -60,3 +64,49 @@ def _attention(k_BSHK, v_BSHV, k_segments, scale, q_BTHK, q_segments, positions)
         "bhts,bshv->bthv", jax.nn.softmax(scores, -1).astype(v_BSHV.dtype), v_BSHV, preferred_element_type=fp32
     )
     return o_BTHV, lax.stop_gradient(scores).max(-1)
+
+
+class KeyPart(NamedTuple):
+    """Some of the keys that queries read; all finite, also those that no query may see."""
+
+    k_BSGK: Float[Array, "B S G K"]
+    v_BSGV: Float[Array, "B S G V"]
+    allowed_BTS: Bool[Array, "B T S"]
+
+
+def attention_in_parts(
+    q_BTHK: Float[Array, "B T H K"],
+    part: Callable[[Int[Array, ""]], KeyPart],
+    *,
+    parts: int,
+    scale: float,
+) -> Float[Array, "B T H V"]:
+    """Softmax attention over the keys of `part(0)` … `part(parts − 1)`, which lie anywhere; float32 (float64 for float64).
+
+    Each part is met once, by an online softmax; every H/G heads share a head of keys. A part of which a query may see
+    nothing changes nothing of its result, not even rounding: the result does not depend on how many such parts there are.
+    A query that sees nothing at all gets zeros.
+    """
+    fp32 = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    (B, T, H, _), like = q_BTHK.shape, jax.eval_shape(part, jax.ShapeDtypeStruct((), jnp.int32))
+    G, V = like.v_BSGV.shape[2:]
+    q_BTGHK = q_BTHK.reshape(B, T, G, H // G, -1)
+    lowest = jnp.finfo(fp32).min
+
+    def meet(i, state):
+        top, total, o = state
+        k, v, allowed_BTS = part(i)
+        allowed = allowed_BTS[:, None, None]
+        scores = jnp.einsum("btghk,bsgk->bghts", q_BTGHK, k, preferred_element_type=fp32) * scale
+        scores = jnp.where(allowed, scores, lowest)
+        new_top = jnp.maximum(top, scores.max(-1))
+        shares = jnp.where(allowed, jnp.exp(scores - new_top[..., None]), 0)
+        rescale = jnp.exp(top - new_top)
+        read = jnp.einsum("bghts,bsgv->bghtv", shares.astype(v.dtype), v, preferred_element_type=fp32)
+        return new_top, total * rescale + shares.sum(-1), o * rescale[..., None] + read
+
+    start = jnp.full((B, G, H // G, T), lowest, fp32), jnp.zeros((B, G, H // G, T), fp32)
+    state = *start, jnp.zeros((B, G, H // G, T, V), fp32)
+    _, total, o = lax.fori_loop(0, parts, meet, jax.tree.map(lambda x: vary_like(x, q_BTHK), state))
+    o = o / jnp.where(total > 0, total, 1)[..., None]
+    return jnp.moveaxis(o, 3, 1).reshape(B, T, H, V)

@@ -1,48 +1,52 @@
-"""Attention in blocks of queries is attention at once: outputs, largest logits and gradients, and no scores of all."""
+"""Attention over keys in parts is attention over all of them, and what no query may see leaves no trace."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.activations.leaves import subjaxprs
-from k3jax.ops import attention as module
-from k3jax.ops.attention import attention
+from k3jax.ops.attention import KeyPart, attention, attention_in_parts
+
+pytestmark = pytest.mark.quick
+B, T, H, K, V, S, SIZE = 2, 5, 4, 6, 3, 24, 4  # queries are the last of 19 tokens; behind them, nothing
 
 
-def problem(T, S):
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 3, d)) for i, (n, d) in enumerate([(T, 8), (S, 8), (S, 5)]))
-    segments = jnp.cumsum(jnp.zeros((2, S), jnp.int32).at[:, [3, 11, 12]].set(1), 1)
-    return q, k, v, segments[:, S - T :], segments
+def arrays(G):
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(2 * random.normal(size=shape), jnp.float32)
+    return draw(B, T, H, K), draw(B, S, G, K), draw(B, S, G, V)
 
 
-def run(q, k, v, q_segments, k_segments):
-    options = dict(q_segments=q_segments, k_segments=k_segments, q_offset=k.shape[1] - q.shape[1])
-    loss = lambda q, k, v: (jnp.sin(attention(q, k, v, scale=0.4, **options)[0]) ** 2).sum()
-    return attention(q, k, v, scale=0.4, **options), jax.grad(loss, (0, 1, 2))(q, k, v)
+def in_parts(q, k, v, parts):
+    at_T = 14 + jnp.arange(T)
+
+    @jax.jit
+    def run(q, k, v):
+        def part(i):
+            cut = lambda a: jax.lax.dynamic_slice_in_dim(a, i * SIZE, SIZE, 1)
+            allowed = (i * SIZE + jnp.arange(SIZE))[None] <= at_T[:, None]
+            return KeyPart(cut(k), cut(v), jnp.broadcast_to(allowed, (B, T, SIZE)))
+
+        return attention_in_parts(q, part, parts=parts, scale=0.4)
+
+    return np.asarray(run(q, k, v))
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("T", [16, 19])  # 19 queries: the last block is padded
-def test_blocks_are_attention_at_once(monkeypatch, T):
-    values = problem(T, 23)
-    want = jax.jit(run)(*values)
-    monkeypatch.setattr(module, "BLOCK", 5)
-    got = jax.jit(lambda *values: run(*values))(*values)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), got, want)
+@pytest.mark.parametrize("G", [1, 2, 4])
+def test_parts_make_the_whole_whatever_heads_share(G):
+    q, k, v = arrays(G)
+    shared = lambda a: jnp.repeat(a, H // G, 2)
+    ids = lambda n: jnp.zeros((B, n), jnp.int32)
+    want, _ = attention(q, shared(k), shared(v), scale=0.4, q_segments=ids(T), k_segments=ids(S), q_offset=14)
+    got = in_parts(q, k, v, 5)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    np.testing.assert_array_equal(in_parts(q, k, v, 6), got)  # a part that is not seen: not a bit
+    loud = lambda a: a.at[:, 19:].set(1e30)
+    np.testing.assert_array_equal(in_parts(q, loud(k), loud(v), 6), got)
+    assert np.abs(in_parts(q, loud(k)[:, ::-1], v, 6) - got).max() > 0.1
 
 
-def test_scores_of_all_queries_never_exist(monkeypatch):
-    """Forward and backward, in the traced program."""
-    monkeypatch.setattr(module, "BLOCK", 64)
-    values = problem(512, 512)
-    sizes = []
-
-    def search(jaxpr):
-        for eqn in jaxpr.eqns:
-            sizes.extend(v.aval.size for v in eqn.outvars)
-            for sub in subjaxprs(eqn):
-                search(sub)
-
-    search(jax.make_jaxpr(run)(*values).jaxpr)
-    assert max(sizes) < 2 * 3 * 512 * 512
+def test_a_query_that_sees_nothing_gets_zeros():
+    q, k, v = arrays(1)
+    none = lambda i: KeyPart(k[:, :SIZE], v[:, :SIZE], jnp.zeros((B, T, SIZE), bool))
+    assert not np.asarray(attention_in_parts(q, none, parts=3, scale=1.0)).any()

@@ -40,15 +40,15 @@ class MixedStream(NamedTuple):
 
     def enter(self, layer: Any, flags: dict[str, Flag]) -> tuple[jax.Array, MixedStream]:
         prefix, blocks, mixed = self
-        if blocks is None:
+        if blocks is None or mixed is None:
             return prefix, self
         h = layer.attn_mix.merge(mixed, flags["attn_site"], prefix)
         blocks, prefix = lm.begin_block(prefix, blocks, flags)
 
         def mix(blocks):
-            sites = len(self.mixed.top_SBT)
-            directions = lax.dynamic_slice_in_dim(flags["directions"], flags["next_site"], sites)
-            return BlockMix.of(directions, blocks, flags["ffn_blocks"], eps=layer.attn_mix.norm.eps)
+            first, every = jnp.asarray(flags["next_site"]), jnp.asarray(flags["directions"])
+            next_sites = lax.dynamic_slice_in_dim(every, first, len(mixed.top_SBT))
+            return BlockMix.of(next_sites, blocks, flags["ffn_blocks"], eps=layer.attn_mix.norm.eps)
 
         if isinstance(flags["starts"], int):
             mixed = mix(blocks) if flags["starts"] else mixed

@@ -1,8 +1,22 @@
 """What a row of a batch gets is its own: whatever the other rows are, wherever it stands, and however large the batch."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from serving_problem import Holder, assert_close, dirty_pool, prefill, prompt
+from serving_problem import (
+    BUCKETS,
+    CONFIG,
+    NOT_A_NUMBER,
+    Holder,
+    T,
+    assert_close,
+    dirty_pool,
+    prefill,
+    prompt,
+    serving,
+    training_logits,
+)
 
 from k3jax.serve.model import Sampler
 
@@ -78,3 +92,53 @@ def test_a_row_gets_the_same_tokens_alone_and_in_any_batch(model, started):
     assert run([3, 1, 0, 2]) == together
     for i in range(4):
         assert run([i]) == {i: together[i]}
+
+
+def test_requests_come_and_go_and_nothing_of_one_reaches_another(model, weights):
+    """Random prompts and lengths, in pages that others had before and that hold no numbers when they are handed out."""
+    random = np.random.default_rng(0)
+    holder, pool = Holder(), dirty_pool(model)
+    tokens = random.integers(0, CONFIG.vocab_size, (12, T)).astype(np.int32)
+    want = np.concatenate([training_logits(CONFIG, weights, pair) for pair in np.split(tokens, 6)])
+    waiting, running, decoded = list(range(12)), {}, 0
+    while waiting or running:
+        if waiting and len(running) < 4 and (not running or random.random() < 0.3):
+            i, length = waiting.pop(), int(random.integers(1, 90))
+            held = holder.sequence()
+            pool = pool.at[:, np.array(held.all)].set(NOT_A_NUMBER)
+            logits, pool = prefill(model, pool, held, tokens[i, :length])
+            assert_close(np.concatenate(logits), want[i, :length], 1e-5)
+            running[i] = held, length, length + int(random.integers(1, 10))
+        else:
+            order = random.permutation(list(running)).tolist()
+            rows = [running[i][0].row(tokens[i], running[i][1], running[i][1] + 1) for i in order]
+            step, pool = model.decode(pool, rows)
+            for row, i in enumerate(order):
+                held, at, end = running.pop(i)
+                assert_close(step.logits[step.at[row]], want[i, at], 1e-5)
+                decoded += 1
+                if at + 1 < end:
+                    running[i] = held, at + 1, end
+                else:
+                    holder.free = held.all + holder.free
+                    random.shuffle(holder.free)
+    assert decoded > 40
+
+
+@pytest.mark.slow
+def test_prompts_in_one_batch_are_each_as_if_alone(model, weights):
+    """At other blocks of theirs, of other lengths; also of one row less than there is room for."""
+    together = serving(weights, buckets=dataclasses.replace(BUCKETS, prefill=3))
+    holder, pool, alone_pool = Holder(), dirty_pool(together), dirty_pool(model)
+    tokens, held = [prompt(n, seed=n) for n in (64, 40)], [holder.sequence(64) for _ in range(2)]
+    _, pool = together.prefill(pool, [held[0].row(tokens[0], 0, 32)])
+    step, pool = together.prefill(pool, [held[1].row(tokens[1], 0, 32), held[0].row(tokens[0], 32, 64)])
+    wants = []
+    for h, row in zip(held, tokens, strict=True):
+        logits, alone_pool = prefill(model, alone_pool, h, row)
+        wants.append(logits)
+    assert_close(np.asarray(step.logits)[step.at], np.stack([wants[1][0][-1], wants[0][1][-1]]), 1e-6)
+    with pytest.raises(ValueError, match="rank 0 has its 1 rows already"):
+        model.prefill(dirty_pool(model), [held[0].row(tokens[0], 0, 32), held[1].row(tokens[1], 0, 32)])
+    with pytest.raises(ValueError, match="start=16 is no multiple of the block of 32 tokens"):
+        model.prefill(dirty_pool(model), [held[0].row(tokens[0], 16, 32)])

@@ -54,7 +54,8 @@ def memory(step: TrainStep, schedule: Schedule | None = None) -> list[Part]:
     cast, message, history, leaves = step.on_one_rank(trace)
     parts, weights = state_parts(step, schedule), bytes_of_state(step, "params")
     if cast != weights:
-        parts.append(_constant(schedule, f"parameters in {step.config.dtype}", cast))
+        before = [part.name for part in parts].index("gradients")
+        parts.insert(before, _constant(schedule, f"parameters in {step.config.dtype}", cast))
     slots = schedule.num_mail_slots + 2  # one takes what nobody waits for, and one is on its way
     parts.append(Part("mailbox", slots * message, message * mail_in_use(schedule)))
     if step.layout.blocks_begun:

@@ -45,9 +45,10 @@ class MixedStream(NamedTuple):
         h = layer.attn_mix.merge(mixed, flags["attn_site"], prefix)
         blocks, prefix = lm.begin_block(prefix, blocks, flags)
 
+        every, first, sites = jnp.asarray(flags["directions"]), jnp.asarray(flags["next_site"]), len(mixed.top_SBT)
+
         def mix(blocks):
-            first, every = jnp.asarray(flags["next_site"]), jnp.asarray(flags["directions"])
-            next_sites = lax.dynamic_slice_in_dim(every, first, len(mixed.top_SBT))
+            next_sites = lax.dynamic_slice_in_dim(every, first, sites)
             return BlockMix.of(next_sites, blocks, flags["ffn_blocks"], eps=layer.attn_mix.norm.eps)
 
         if isinstance(flags["starts"], int):

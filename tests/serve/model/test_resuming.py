@@ -102,3 +102,7 @@ def test_tokens_that_run_again_for_the_state_write_no_latents(model):
     after, others = np.asarray(pool), [page for page in range(POOL) if page not in states[0]]
     np.testing.assert_array_equal(after[:, others], before[:, others])
     np.testing.assert_array_equal(contents(pool, shared, 64)[1], contents(before, held, 64)[1])
+    # What they would write has the same bits as what is there: with others there, it shows who wrote.
+    marked = pool.at[:, np.array(held.latents)].set(pool[:, np.array(held.latents)] ^ 1)
+    _, pool = block(model, marked + 0, shared, tokens, 0, BLOCK, writes=BLOCK)
+    np.testing.assert_array_equal(pool[:, np.array(held.latents)], marked[:, np.array(held.latents)])

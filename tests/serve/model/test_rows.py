@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ SHAPES = dict(T=4, per_rank=2, ranks=2, width=5, pool_pages=10)
 def test_rows_lie_with_their_ranks_and_the_rest_is_padding():
     second = dataclasses.replace(GOOD, latents=[1, 2, 3], states=[[0, 9]], writes=33)
     rows, at = arrange(PAGES, [dataclasses.replace(GOOD, rank=1), GOOD, dataclasses.replace(second, rank=1)], **SHAPES)
+    rows = jax.tree.map(np.asarray, rows)
     np.testing.assert_array_equal(at, [2, 0, 3])
     np.testing.assert_array_equal(rows.tokens_BT, [[1, 2, 3, -1], [-1] * 4, [1, 2, 3, -1], [1, 2, 3, -1]])
     np.testing.assert_array_equal(rows.latents_Bn[[0, 1, 3]], [[4, 5, 6, -1, -1], [-1] * 5, [1, 2, 3, -1, -1]])

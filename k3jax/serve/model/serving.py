@@ -20,7 +20,7 @@ from k3jax.layers.common import Axes
 from k3jax.parallel.experts import best_exchange
 from k3jax.serve.model.buckets import Buckets
 from k3jax.serve.model.forward import Weights, forward
-from k3jax.serve.model.pages import WORD, PageLayout, copy_pages
+from k3jax.serve.model.pages import PageLayout, copy_pages
 from k3jax.serve.model.rows import Row, arrange
 from k3jax.serve.model.sample import Sampler, draws, sample
 from k3jax.sharding import check_divisible, param_specs
@@ -177,8 +177,3 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
         if mesh.shape[axis] != 1:
             raise ValueError(f"mesh {axis}={mesh.shape[axis]}: serving spreads over data and expert; {axis} must be 1")
     check_divisible(config, dict(mesh.shape))
-
-
-def pool_bytes(pages: PageLayout, count: int) -> int:
-    """Of so many pages on one rank."""
-    return count * pages.parts * pages.words * WORD

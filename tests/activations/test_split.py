@@ -381,7 +381,7 @@ def test_split_of_the_models_chunk_is_exact_and_repeats_no_product(policy):
     assert compiled["B"] + compiled["W"] <= 1.02 * compiled["whole"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(POLICIES[0], marks=pytest.mark.slow), *POLICIES[1:]])
 def test_the_models_chunk_holds_little(policy):
     """Against cutting at every value that W reads; bytes a device holds from B to W."""
     chunk = chunk_backward(policy)

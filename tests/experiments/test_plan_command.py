@@ -178,6 +178,7 @@ def test_traffic_refuses_a_target_that_is_not_there(options, capsys):
     assert stop.value.code == 2 and "choose h200" in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_whole_step_is_what_is_planned_without_a_name(options, capsys):
     """As a table and as JSON, the same figures; what cannot be is one line."""
     table = said(capsys, *options)

@@ -52,6 +52,7 @@ def check_equal_to_one_device(mesh: str, zero: int, pattern: str = "M", **change
         np.testing.assert_allclose(got[name], value, atol=1e-5, err_msg=name)  # 1.2e-7 seen
 
 
+@pytest.mark.slow
 def test_five_steps_of_owners_equal_one_device():
     check_equal_to_one_device("data=2,pipe=2,expert=2", 1)
 
@@ -74,7 +75,7 @@ def test_five_steps_of_owners_equal_one_device_on_every_mesh(mesh, zero, pattern
     check_equal_to_one_device(mesh, zero, pattern)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_matrices_that_lie_in_pieces_are_orthogonalised_whole(zero):
     """The dense FFN is sharded by its width: half a matrix has other singular vectors than the whole."""
     one, two = (tiny.train_step(mesh, STEP, zero=z) for mesh, z in (("data=1", 0), ("expert=2", zero)))

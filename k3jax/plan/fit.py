@@ -13,7 +13,7 @@ from meshes.targets import Target
 
 KEPT_FREE = 0.1
 """Share of a device's memory that a plan leaves to what it does not predict: fragments, buffers of libraries."""
-POLICIES = ("*=quantize", "*=local-offload", "*=recompute", "*=recompute,group.in=local-offload")
+POLICIES = ("*=quantize", "*=local-offload", "*=recompute", "group.in=local-offload,*=recompute")
 """Of activations, those that cost least time first."""
 
 

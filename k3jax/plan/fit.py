@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from k3jax.train.choice import WORKSPACE
 from k3jax.train.config import StepConfig
 from k3jax.train.memory import Part, memory, state_parts
 from k3jax.train.step import TrainStep
 from meshes.targets import Target
 
-KEPT_FREE = 0.1
-"""Share of a device's memory that a plan leaves to what it does not predict: fragments, buffers of libraries."""
 POLICIES = ("*=quantize", "*=local-offload", "*=recompute", "group.in=local-offload,*=recompute")
 """Of activations, those that cost least time first."""
 
@@ -48,7 +47,7 @@ class Change(NamedTuple):
 
 def limits(target: Target) -> tuple[int, int]:
     """Bytes that may be planned with, of a device, and of the host's memory for it."""
-    return int((1 - KEPT_FREE) * target.memory.bytes), int((1 - KEPT_FREE) * target.host.memory)
+    return int((1 - WORKSPACE) * target.memory.bytes), int((1 - WORKSPACE) * target.host.memory)
 
 
 def fit(step: TrainStep, target: Target) -> Fit:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from k3jax.plan.cost import Walk, walk
-from k3jax.plan.fit import KEPT_FREE, Change, Fit, fit, smallest_change
+from k3jax.plan.fit import Change, Fit, fit, smallest_change
 from k3jax.plan.links import Seconds, link_seconds
 from k3jax.plan.roofline import Roofline, roofline, works
 from k3jax.plan.step_time import StepTime, model_flops, step_time
 from k3jax.plan.traffic import Traffic, by_part
+from k3jax.train.choice import WORKSPACE
 from k3jax.train.step import TrainStep
 from k3jax.train.stored import hosted_bytes
 from meshes.placement import placement
@@ -46,7 +47,7 @@ class StepPlan(NamedTuple):
 
     @property
     def mfu(self) -> Seconds:
-        """Share of the devices' operations that train the model; the worst first is that of the worst time."""
+        """Share of the devices' full rate of operations that goes into what the model needs."""
         c, devices = self.step.config, self.step.resolved.mesh.num_devices
         needed = model_flops(c.model, c.global_batch, c.seq_len) / devices / rate(self.target, c.dtype)
         return Seconds(needed / self.time.total.best, needed / self.time.total.worst)
@@ -60,10 +61,10 @@ class StepPlan(NamedTuple):
     def bubbles(self) -> dict[str, float]:
         """Of the table with the best times of its operations: free-running, and in lock-step, as the executor runs it."""
         forward, backward, *weight = (seconds.best for seconds in self.time.operations.values())
-        whole = backward + sum(weight)
-        found = self.step.resolved.schedule.bubble_fraction
-        cost = forward, whole, weight[0] if weight else None
-        return {"free-running": found(*cost), "lock-step": found(*cost, lockstep=True)}
+        free = self.step.resolved.schedule.bubble_fraction(
+            forward, backward + sum(weight), weight[0] if weight else None
+        )
+        return {"free-running": free, "lock-step": self.time.bubble.best}
 
 
 def plan_step(step: TrainStep, target: Target) -> StepPlan:
@@ -118,7 +119,7 @@ def assumptions(plan: StepPlan) -> list[str]:
         "best: within a part, the slowest of products, memory and links hides the others; worst: links hide nothing",
         "a tick of the pipeline lasts as long as its longest operation; ragged messages are as full as they can be, which "
         "balance makes exact for rows",
-        f"{KEPT_FREE:.0%} of memory is kept free for what is not predicted",
+        f"{WORKSPACE:.0%} of memory is kept free for what is not predicted",
         "model operations: six for each active parameter and token, and those of attention; recomputation is not counted",
     ]
 

@@ -190,3 +190,10 @@ class Engine:
 
     def _free(self, page: int) -> None:
         self.memory[page] = POISON
+
+
+def hit(engine, tokens, **options):
+    """(KV boundary, state boundary) of a prefix, with all its tokens usable."""
+    chain = engine.cache.chain(tokens)
+    match = engine.cache.match(chain, **({"limit": len(tokens)} | options))
+    return match.kv, match.state

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3jax import model as lm
 from k3jax.configs import get
 from k3jax.parallel.layout import StackLayout
 from k3jax.sharding import check_divisible
@@ -100,3 +102,13 @@ def test_sizes_that_do_not_divide_are_named():
         check_divisible(tiny.MODEL, sizes)
     with pytest.raises(ValueError, match="num_experts=8 does not divide by expert=3"):
         check_divisible(tiny.MODEL, sizes | {"pipe": 1, "expert": 3})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["nano", "kimi_linear_48b"])
+def test_shapes_of_parameters_are_those_of_initial_ones(name):
+    config = get(name)
+    layout = StackLayout(config, 2)
+    told, made = lm.init_shapes(config, layout), jax.eval_shape(lambda: lm.init(config, layout, 0))
+    of = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree, is_leaf=lambda x: hasattr(x, "dtype"))
+    assert of(told) == of(made)
